@@ -1,0 +1,1 @@
+"""The cloud verifier: runs the target model over the blocks of many sessions."""
