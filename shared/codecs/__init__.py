@@ -1,0 +1,36 @@
+"""The table of codecs: how the distributions of a block become bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from shared.codecs.base import Codec, Distributions, Row
+from shared.codecs.dense import DenseCodec
+from shared.codecs.lattice import LatticeCodec
+from shared.faults import FaultKind, SpecwireError
+
+__all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Distributions", "Row", "get_codec"]
+
+_ALL: tuple[Codec, ...] = (
+    LatticeCodec("lattice"),
+    DenseCodec("dense_f16", "<f2"),
+    DenseCodec("dense_f32", "<f4"),
+)
+
+# In order of preference.
+CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in _ALL})
+
+DEFAULT_CODEC = "lattice"
+
+
+def get_codec(name: str) -> Codec:
+    """The codec of that name, or SpecwireError(UNKNOWN_CODEC) that names the known ones."""
+    codec = CODECS.get(name)
+    if codec is None:
+        raise SpecwireError(
+            FaultKind.UNKNOWN_CODEC,
+            f"There is no codec {name!r}.",
+            f"Choose one of: {', '.join(CODECS)}.",
+        )
+    return codec

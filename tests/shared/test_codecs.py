@@ -1,0 +1,165 @@
+"""One set of promises that every codec of the table keeps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.codecs import CODECS, DEFAULT_CODEC, Distributions, get_codec
+from shared.codecs.lattice import LatticeCodec
+from shared.faults import FaultKind, SpecwireError
+
+# Largest total variation between the probabilities given and the distribution sent, on rows whose
+# support has at most 64 ids, and largest payload a row of such a block in bytes.
+MAX_TV = {"dense_f32": 1e-6, "dense_f16": 1e-3, "lattice": 0.05}
+MAX_ROW_BYTES = {"lattice": 200}
+
+
+def random_probs(rng, vocab_size, support, sharpness):
+    """float32 [vocab_size] with `support` ids of positive mass."""
+    probs = np.zeros(vocab_size, np.float32)
+    mass = np.exp(-sharpness * rng.exponential(size=support))
+    probs[rng.choice(vocab_size, support, replace=False)] = mass / mass.sum()
+    return probs
+
+
+def make_rows(codec, rng, vocab_size, supports, sharpness=5.0):
+    probs = [random_probs(rng, vocab_size, n, sharpness) for n in supports]
+    return probs, [codec.quantise(p) for p in probs]
+
+
+def same(a: Distributions, b: Distributions) -> bool:
+    return all(
+        np.array_equal(getattr(a, f), getattr(b, f)) and getattr(a, f).dtype == getattr(b, f).dtype
+        for f in ("offsets", "ids", "probs")
+    )
+
+
+def test_the_table_is_complete():
+    assert set(CODECS) >= {"lattice", "dense_f16", "dense_f32"}
+    assert DEFAULT_CODEC in CODECS
+    assert all(get_codec(name) is codec and codec.name == name for name, codec in CODECS.items())
+    with pytest.raises(SpecwireError, match="lattice") as raised:
+        get_codec("morse")
+    assert raised.value.kind is FaultKind.UNKNOWN_CODEC
+
+
+@pytest.mark.parametrize("name", CODECS)
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    vocab_size=st.sampled_from([2, 3, 64, 1000, 49152, 151936]),
+    num_rows=st.integers(0, 5),
+    sharpness=st.sampled_from([0.0, 1.0, 8.0, 60.0]),
+    data=st.data(),
+)
+def test_decode_gives_back_exactly_what_was_quantised(name, seed, vocab_size, num_rows, sharpness, data):
+    codec = CODECS[name]
+    rng = np.random.default_rng(seed)
+    largest = min(vocab_size, 400)
+    supports = data.draw(st.lists(st.integers(1, largest), min_size=num_rows, max_size=num_rows))
+    _, rows = make_rows(codec, rng, vocab_size, supports, sharpness)
+    payload = codec.encode(rows, vocab_size)
+    decoded = codec.decode(payload, num_rows, vocab_size)
+    assert same(decoded, Distributions.from_rows(rows))
+    assert len(payload) <= codec.max_payload_bytes(num_rows, vocab_size)
+    for i in range(num_rows):
+        assert decoded.row(i).weights.sum() == pytest.approx(1.0, abs=1e-9)
+        assert (np.diff(decoded.row(i).ids) > 0).all()
+        assert (decoded.row(i).weights > 0).all()
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("vocab_size", [64, 49152, 151936])
+def test_errors_and_sizes_are_bounded(name, vocab_size):
+    codec = CODECS[name]
+    rng = np.random.default_rng(1)
+    probs, rows = make_rows(codec, rng, vocab_size, [1, 2, 5, 20, 64, 64])
+    decoded = codec.decode(codec.encode(rows, vocab_size), 6, vocab_size).dense(vocab_size)
+    distances = 0.5 * np.abs(decoded - probs).sum(axis=1)
+    assert distances.max() <= MAX_TV[name]
+    if name in MAX_ROW_BYTES:
+        assert len(codec.encode(rows, vocab_size)) <= 6 * MAX_ROW_BYTES[name]
+        one_hot = codec.quantise(random_probs(rng, vocab_size, 1, 0.0))
+        assert len(codec.encode([one_hot], vocab_size)) <= 5
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_sampling_a_row_follows_its_probabilities(name):
+    codec = CODECS[name]
+    row = codec.quantise(np.array([0, 0.5, 0.25, 0, 0.125, 0.125], np.float32))
+    words = np.random.default_rng(2).integers(0, 2**64, 20_000, dtype=np.uint64).tolist()
+    counts = np.bincount([row.sample(word) for word in words], minlength=6)
+    expected = np.array([row.prob(token) for token in range(6)]) * len(words)
+    assert (counts[expected == 0] == 0).all()
+    seen = expected > 0
+    assert (
+        (counts[seen] - expected[seen]) ** 2 / expected[seen]
+    ).sum() < 30  # 3 degrees of freedom: p < 1e-5
+    assert row.sample(0) == 1
+    assert row.sample(2**64 - 1) == 5
+    assert row.prob(0) == row.prob(6) == 0.0
+
+
+@pytest.mark.parametrize("name", CODECS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_other_bytes_are_a_bad_payload_or_a_valid_block(name, data):
+    codec = CODECS[name]
+    rng = np.random.default_rng(3)
+    vocab_size = 300
+    _, rows = make_rows(codec, rng, vocab_size, [1, 7, 30])
+    payload = bytearray(codec.encode(rows, vocab_size))
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
+    altered = bytes(payload)[: data.draw(st.sampled_from([len(payload), len(payload) - 1, 3, 0]))]
+    altered += data.draw(st.sampled_from([b"", b"\x00", b"\xff"]))
+    try:
+        decoded = codec.decode(altered, 3, vocab_size)
+    except SpecwireError as error:
+        assert error.kind is FaultKind.BAD_PAYLOAD  # noqa: PT017
+        assert name in error.text  # noqa: PT017
+        return
+    assert decoded.num_rows == 3
+    for i in range(3):
+        row = decoded.row(i)
+        assert row.weights.sum() == pytest.approx(1.0, abs=1e-9)
+        assert (row.weights > 0).all()
+        assert (np.diff(row.ids) > 0).all()
+        assert 0 <= row.ids[0] <= row.ids[-1] < vocab_size
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_cut_lengthened_and_miscounted_payloads_are_refused(name):
+    codec = CODECS[name]
+    _, rows = make_rows(codec, np.random.default_rng(4), 500, [3, 40])
+    payload = codec.encode(rows, 500)
+    for wrong, num_rows in [
+        (payload[:-1], 2),
+        (payload + b"\x00", 2),
+        (payload, 1),
+        (payload, 3),
+        (b"", 2),
+        (b"\xff" * len(payload), 2),
+        (bytes(codec.max_payload_bytes(2, 500) + 1), 2),
+    ]:
+        with pytest.raises(SpecwireError) as raised:
+            codec.decode(wrong, num_rows, 500)
+        assert raised.value.kind is FaultKind.BAD_PAYLOAD
+
+
+def test_a_token_id_outside_the_vocabulary_is_refused():
+    codec = get_codec("lattice")
+    row = codec.quantise(random_probs(np.random.default_rng(5), 1000, 1, 0.0))
+    payload = codec.encode([replace(row, ids=np.array([999], np.int32))], 1000)
+    with pytest.raises(SpecwireError, match="outside the vocabulary"):
+        codec.decode(payload, 1, 999)
+
+
+def test_rows_that_are_too_long_for_the_reader_are_refused():
+    wide = LatticeCodec("lattice", max_ids=300)
+    _, rows = make_rows(wide, np.random.default_rng(6), 2000, [300], sharpness=0.1)
+    with pytest.raises(SpecwireError, match="exceed"):
+        LatticeCodec("lattice", max_ids=100).decode(wide.encode(rows, 2000), 1, 2000)
