@@ -1,0 +1,40 @@
+"""What the machine has: free memory for the slots, and arithmetic in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes that may still be taken on `device`; on a CPU, the smaller of the machine's and the control group's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(_machine_free(Path("/proc/meminfo")), _cgroup_free(Path("/sys/fs/cgroup")))
+
+
+def has_bfloat16_arithmetic(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies in bfloat16 itself (x86: AVX-512 or AMX; Arm: its BF16 extension)."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return False
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+
+
+def _machine_free(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{meminfo} does not say how much memory is available")
+
+
+def _cgroup_free(folder: Path) -> int:
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+    except OSError:
+        return 1 << 62
+    return 1 << 62 if limit == "max" else max(0, int(limit) - used)
