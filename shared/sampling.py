@@ -1,0 +1,133 @@
+"""From logits to the distribution that is sampled, in NumPy: the edge's side and the oracle's.
+
+The order is that of verifier.proto: temperature, top-k, top-p, min-p, each on what the one before
+left over. Equal logits are kept in order of their ids, lowest first. The torch twins of these
+transforms live in `cloud_verifier.verification` and agree with them to float32 rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.faults import FaultKind, SpecwireError
+from shared.messages import SamplingParams
+
+# Both sides treat anything colder as greedy, so that they never disagree about which it is.
+GREEDY_BELOW = 1e-5
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the distribution is one-hot at the likeliest token (lowest id among equals)."""
+    return params.temperature < GREEDY_BELOW
+
+
+def validate(params: SamplingParams) -> None:
+    """SpecwireError(BAD_SAMPLING) that names the first field out of range, its value and the range."""
+    checks: list[tuple[str, float, bool, str]] = [
+        ("temperature", params.temperature, params.temperature >= 0, "0 or more"),
+        ("top_k", params.top_k, params.top_k >= 0, "0 (off) or more"),
+        ("top_p", params.top_p, 0 < params.top_p <= 1, "above 0 and at most 1 (off)"),
+        ("min_p", params.min_p, 0 <= params.min_p < 1, "at least 0 (off) and below 1"),
+        ("seed", params.seed, 0 <= params.seed < 1 << 64, "an integer of 64 bits without sign"),
+        ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0, "above 0; 1 is off"),
+        ("presence_penalty", params.presence_penalty, abs(params.presence_penalty) <= 2, "from -2 to 2"),
+        ("frequency_penalty", params.frequency_penalty, abs(params.frequency_penalty) <= 2, "from -2 to 2"),
+        ("min_tokens", params.min_tokens, params.min_tokens >= 0, "0 (off) or more"),
+        ("fused_weight", params.fused_weight, 0 <= params.fused_weight <= 1, "from 0 to 1"),
+    ]
+    checks += [
+        (f"logit_bias[{token}]", bias, token >= 0, "for a token id of 0 or more")
+        for token, bias in params.logit_bias.items()
+    ]
+    for name, value, in_range, allowed in checks:
+        if not in_range or not math.isfinite(value):
+            raise _bad_sampling(name, value, f"finite and {allowed}")
+    for word in params.bad_words:
+        if not word or min(word) < 0:
+            raise _bad_sampling("bad_words", word, "sequences of at least one token id of 0 or more")
+
+
+def probabilities(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float32]:
+    """[V] logits -> float32 [V] probabilities that sum to 1.
+
+    -inf forbids a token. SpecwireError(NOT_FINITE) when a logit is NaN or +inf, or all are -inf.
+    """
+    values = np.asarray(logits, np.float32)
+    top = values.max()
+    if not np.isfinite(top):
+        raise SpecwireError(
+            FaultKind.NOT_FINITE,
+            f"The model gave logits without a finite maximum ({top}).",
+            "Try a wider number format for this model; half precision overflows in some.",
+        )
+    out = np.zeros(len(values), np.float32)
+    if is_greedy(params):
+        out[int(values.argmax())] = 1.0
+        return out
+    ids: NDArray[np.intp] | slice = slice(None)
+    if 0 < params.top_k < len(values):
+        ids = keep_largest(values, params.top_k)
+    # Shifted before it is divided: what overflows then is -inf, which is weight 0.
+    with np.errstate(over="ignore"):
+        weights = values[ids] - top
+        weights /= np.float32(params.temperature)
+    np.exp(weights, out=weights)
+    if params.top_p < 1:
+        kept = nucleus(weights, params.top_p)
+        ids, weights = _take(ids, kept), weights[kept]
+    if params.min_p > 0:
+        # The largest weight is exactly 1.
+        kept = np.flatnonzero(weights >= np.float32(params.min_p))
+        ids, weights = _take(ids, kept), weights[kept]
+    weights /= weights.sum()
+    out[ids] = weights
+    return out
+
+
+def keep_largest(values: NDArray[np.float32], count: int) -> NDArray[np.intp]:
+    """Ascending indices of the `count` largest values, lowest index first among equals."""
+    if count >= len(values):
+        return np.arange(len(values))
+    threshold = np.partition(values, len(values) - count)[len(values) - count]
+    above = np.flatnonzero(values > threshold)
+    equal = np.flatnonzero(values == threshold)[: count - len(above)]
+    return np.sort(np.concatenate([above, equal]))
+
+
+def nucleus(weights: NDArray[np.float32], mass: float) -> NDArray[np.intp]:
+    """Ascending indices of the smallest set of largest weights that holds `mass` of their sum."""
+    wanted = mass * float(weights.sum(dtype=np.float64))
+    candidates = _likeliest(weights, wanted)
+    largest = np.sort(weights[candidates])[::-1]
+    before = np.cumsum(largest, dtype=np.float64) - largest
+    count = max(1, int(np.count_nonzero(before < wanted)))
+    return candidates[keep_largest(weights[candidates], count)]
+
+
+def _likeliest(weights: NDArray[np.float32], wanted: float) -> NDArray[np.intp]:
+    """Ascending indices of all weights above some level that together hold at least `wanted`.
+
+    Selecting by level avoids sorting the vocabulary: a few dozen to a few thousand ids remain.
+    """
+    level = float(weights.max())
+    floor = level * 2.0**-24
+    while level > floor:
+        level /= 8
+        chosen = np.flatnonzero(weights >= np.float32(level))
+        if float(weights[chosen].sum(dtype=np.float64)) >= wanted:
+            return chosen
+    return np.arange(len(weights))
+
+
+def _take(ids: NDArray[np.intp] | slice, kept: NDArray[np.intp]) -> NDArray[np.intp]:
+    return kept if isinstance(ids, slice) else ids[kept]
+
+
+def _bad_sampling(name: str, value: Any, allowed: str) -> SpecwireError:
+    return SpecwireError(
+        FaultKind.BAD_SAMPLING, f"{name} is {value}, which is out of range.", f"It must be {allowed}."
+    )
