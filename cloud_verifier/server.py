@@ -1,0 +1,119 @@
+"""Wires model, engine and gRPC together, and takes them down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cloud_verifier.auth import Authenticator
+from cloud_verifier.engine import Engine
+from cloud_verifier.passes import StepEmulation
+from cloud_verifier.registry import EngineLimits
+from cloud_verifier.scheduler import Budget
+from cloud_verifier.service import VerifierService
+from cloud_verifier.target_model import TargetModel
+from cloud_verifier.verification import VERIFICATIONS
+from shared import transport
+from shared.codecs import CODECS
+from shared.messages import Description, Limits
+from shared.pb.specwire.v1 import verifier_pb2 as pb
+from shared.pb.specwire.v1 import verifier_pb2_grpc as pb_grpc
+from shared.vocabulary import tokenizer_identity
+
+log = logging.getLogger(__name__)
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Verifier"].full_name
+_EXPIRY_PERIOD_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How to serve. `tls=None` is plain text; `verifications` empty means all exact ones."""
+
+    listen: str = "127.0.0.1:7070"
+    tls: transport.Tls | None = None
+    verifications: tuple[str, ...] = ()
+    allow_generate: bool = True
+    drain_timeout_s: float = 30.0
+    max_message_bytes: int = transport.MAX_MESSAGE_BYTES
+    limits: EngineLimits = field(default_factory=EngineLimits)
+    budget: Budget = field(default_factory=Budget)
+    emulation: StepEmulation | None = None
+
+
+def exact_verifications() -> tuple[str, ...]:
+    return tuple(name for name, rule in VERIFICATIONS.items() if not rule.lossy)
+
+
+def make_describe(model: TargetModel, engine: Engine, config: ServerConfig) -> Callable[[], Description]:
+    """What this verifier offers; only the load changes from call to call."""
+    fixed = Description(
+        model=model.name,
+        tokenizer=tokenizer_identity(model.tokenizer_json, model.name),
+        codecs=tuple(CODECS),
+        verifications=config.verifications or exact_verifications(),
+        limits=Limits(
+            max_context=model.max_context,
+            max_block=config.limits.max_block,
+            max_message_bytes=config.max_message_bytes,
+            max_in_flight=config.limits.max_in_flight,
+        ),
+        version=version("specwire"),
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        allows_generate=config.allow_generate,
+        emulation="" if config.emulation is None else repr(config.emulation),
+    )
+
+    def describe() -> Description:
+        return replace(fixed, load=engine.load())
+
+    return describe
+
+
+@contextlib.asynccontextmanager
+async def running_server(
+    model: TargetModel, config: ServerConfig, authenticator: Authenticator | None = None
+) -> AsyncIterator[int]:
+    """Serves while the context lasts; yields the port.
+
+    On leaving, clients are told, blocks in hand are finished within `drain_timeout_s`, and everything is
+    freed.
+    """
+    engine = Engine(model, limits=config.limits, budget=config.budget, emulation=config.emulation)
+    server = grpc.aio.server(options=transport.server_options(config.max_message_bytes))
+    describe = make_describe(model, engine, config)
+    pb_grpc.add_VerifierServicer_to_server(  # type: ignore[no-untyped-call]
+        VerifierService(engine, describe, authenticator or Authenticator()), server
+    )
+    healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    port = transport.bind_server(server, config.listen, config.tls)
+    engine.start()
+    await server.start()
+    for name in ("", _SERVICE):
+        await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    expiry = asyncio.create_task(_expire(engine))
+    try:
+        yield port
+    finally:
+        expiry.cancel()
+        await healthy.enter_graceful_shutdown()
+        engine.drain("This verifier is shutting down.")
+        await server.stop(config.drain_timeout_s)
+        await asyncio.to_thread(engine.stop)
+
+
+async def _expire(engine: Engine) -> None:
+    while True:
+        await asyncio.sleep(_EXPIRY_PERIOD_S)
+        engine.expire()

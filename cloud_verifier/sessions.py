@@ -1,0 +1,217 @@
+"""What the verifier knows of one session, and how a verdict changes it.
+
+A session owns its committed prefix. Everything here is plain state and arithmetic on lists: no
+network, no model, no clock. `cloud_verifier.scheduler` is the only caller that changes a session,
+from its one thread, so nothing needs a lock.
+
+KV invariant (`kv_len` is the number of leading committed tokens whose keys and values are held):
+committed - 1 after a round, or committed after a wholly accepted `more` block, whose last row of
+logits is then kept in `kept_row`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cloud_verifier.verification import BlockOutcome
+from shared.codecs.base import Distributions
+from shared.faults import FaultKind, SpecwireError
+from shared.messages import (
+    Append,
+    DraftBlock,
+    FinishReason,
+    Generate,
+    Logprobs,
+    Open,
+    SamplingParams,
+    Timing,
+    Tokens,
+    Verdict,
+)
+from shared.wire import ServerMessage
+
+REPLAY_WINDOW = 16
+"""Steps whose verdicts are remembered; more than any client may have in flight."""
+
+Sink = Callable[[ServerMessage], None]
+"""Takes a message to the client that holds the session; callable from the model's thread."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One client message that advances the session, waiting for its turn.
+
+    `q` is the block's decoded payload; `written` are the tokens that a Generate has given so far.
+    """
+
+    message: DraftBlock | Append | Generate
+    arrived_at: float  # seconds, the scheduler's clock
+    q: Distributions | None = None
+    written: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Session:
+    """State of one session. `slots[i]` is the KV slot of committed token i, for i < kv_len."""
+
+    session_id: str
+    owner: str
+    request: Open
+    sampling: SamplingParams
+    max_context: int
+    committed: list[int]
+    answer_start: int
+    max_new_tokens: int
+    epoch: int = 0
+    next_step: int = 1
+    finish_reason: FinishReason = FinishReason.NONE
+    slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    kept_row: torch.Tensor | None = None
+    wants_prefill: bool = True
+    steps: deque[Step] = field(default_factory=deque)
+    answered: OrderedDict[int, ServerMessage] = field(default_factory=OrderedDict)
+    sink: Sink | None = None
+    last_used: float = 0.0
+
+    @property
+    def kv_len(self) -> int:
+        return len(self.slots)
+
+    @property
+    def behind(self) -> int:
+        """Committed tokens that the model has not seen yet."""
+        return len(self.committed) - len(self.slots)
+
+    @property
+    def limit(self) -> int:
+        """Committed length at which the answer ends."""
+        return min(self.answer_start + self.max_new_tokens, self.max_context)
+
+    def drafted(self, block: DraftBlock) -> tuple[int, ...]:
+        """The block's tokens that can still become part of the answer."""
+        return block.tokens[: max(self.limit - len(self.committed), 0)]
+
+    def remember(self, step: int, reply: ServerMessage) -> None:
+        self.answered[step] = reply
+        while len(self.answered) > REPLAY_WINDOW:
+            self.answered.popitem(last=False)
+
+    def commit_verdict(
+        self, block: DraftBlock, outcome: BlockOutcome, timing: Timing, lossy: bool
+    ) -> Verdict:
+        """Extends the committed prefix by an outcome; the caller then trims the KV slots to `kv_len`."""
+        drafted = self.drafted(block)
+        emitted, reason = self._truncate(drafted[: outcome.num_accepted] + outcome.tokens)
+        num_accepted = min(outcome.num_accepted, len(emitted))
+        self.committed.extend(emitted)
+        self.finish_reason = reason
+        if num_accepted < len(block.tokens):
+            self.epoch += 1
+        return Verdict(
+            step=block.step,
+            epoch=self.epoch,
+            num_accepted=num_accepted,
+            tokens=emitted[num_accepted:],
+            committed_len=len(self.committed),
+            finish_reason=reason,
+            timing=timing,
+            logprobs=_first_rows(outcome, len(emitted)),
+            lossy=lossy,
+        )
+
+    def commit_generated(self, step: Step, outcome: BlockOutcome, timing: Timing) -> Tokens:
+        """Adds one token that the target wrote alone."""
+        message = step.message
+        if not isinstance(message, Generate):
+            raise TypeError("only a Generate step writes tokens alone")
+        emitted, reason = self._truncate(outcome.tokens)
+        self.committed.extend(emitted)
+        self.finish_reason = reason
+        step.written.extend(emitted)
+        last = reason is not FinishReason.NONE or len(step.written) >= message.num_tokens
+        return Tokens(
+            step=message.step,
+            epoch=self.epoch,
+            tokens=emitted,
+            committed_len=len(self.committed),
+            finish_reason=reason,
+            last=last,
+            timing=timing,
+            logprobs=_first_rows(outcome, len(emitted)),
+        )
+
+    def append(self, message: Append) -> Tokens:
+        """Adds tokens that nobody samples and starts a new answer after them.
+
+        Raises:
+            SpecwireError: CONTEXT_EXCEEDED when they do not fit.
+        """
+        if len(self.committed) + len(message.tokens) >= self.max_context:
+            raise context_exceeded(len(self.committed) + len(message.tokens), self.max_context, message.step)
+        self.committed.extend(message.tokens)
+        self.answer_start = len(self.committed)
+        self.max_new_tokens = message.max_new_tokens
+        self.sampling = message.sampling or self.sampling
+        self.finish_reason = FinishReason.NONE
+        self.kept_row = None
+        self.wants_prefill = True
+        return Tokens(message.step, self.epoch, (), len(self.committed), self.finish_reason)
+
+    def check_step(self, message: DraftBlock | Append | Generate) -> None:
+        """Raises OUT_OF_ORDER unless `message` continues this session exactly."""
+        if message.step != self.next_step:
+            raise SpecwireError(
+                FaultKind.OUT_OF_ORDER,
+                f"Step {message.step} came where step {self.next_step} was expected.",
+                "Resume the session, or open a new one with the text so far.",
+                step=message.step,
+            )
+        if message.epoch > self.epoch:
+            raise SpecwireError(
+                FaultKind.OUT_OF_ORDER,
+                f"Step {message.step} claims epoch {message.epoch}, but the session is in {self.epoch}.",
+                "Resume the session, or open a new one with the text so far.",
+                step=message.step,
+            )
+        if message.epoch == self.epoch and message.base_len != len(self.committed):
+            raise SpecwireError(
+                FaultKind.OUT_OF_ORDER,
+                f"Step {message.step} follows {message.base_len} tokens, not {len(self.committed)}.",
+                "Resume the session, or open a new one with the text so far.",
+                step=message.step,
+            )
+
+    def stale_reply(self, message: DraftBlock | Generate) -> ServerMessage:
+        """The answer to a block of an older epoch, or to anything after the answer has ended."""
+        if isinstance(message, Generate):
+            return Tokens(message.step, self.epoch, (), len(self.committed), self.finish_reason)
+        return Verdict(message.step, self.epoch, 0, (), len(self.committed), self.finish_reason, stale=True)
+
+    def _truncate(self, emitted: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason]:
+        room = self.limit - len(self.committed)
+        emitted = emitted[:room]
+        for index, token in enumerate(emitted):
+            if token in self.request.eos_ids:
+                return emitted[: index + 1], FinishReason.STOP
+        return emitted, FinishReason.LENGTH if len(emitted) >= room else FinishReason.NONE
+
+
+def context_exceeded(num_tokens: int, max_context: int, step: int = 0) -> SpecwireError:
+    return SpecwireError(
+        FaultKind.CONTEXT_EXCEEDED,
+        f"{num_tokens} tokens leave no room for an answer in a context of {max_context}.",
+        "Shorten the prompt or the conversation.",
+        step=step,
+    )
+
+
+def _first_rows(outcome: BlockOutcome, num_tokens: int) -> Logprobs | None:
+    if outcome.logprobs is None:
+        return None
+    return Logprobs(outcome.logprobs.ids[:num_tokens], outcome.logprobs.values[:num_tokens])
