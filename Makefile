@@ -1,6 +1,56 @@
-PY := .venv/bin/python
-.DEFAULT_GOAL := help
+# Everything that a person or the CI runs. `make` lists the targets.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PROMPTS ?= $(wildcard ../shared/data/spec_bench/question.jsonl)
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+STUBS := shared/pb/specwire/v1
+BENCH = $(PY) -m cloud_verifier.benchmarks
 
-.PHONY: proto
-proto:  ## regenerate shared/pb from proto/
-	$(PY) -m grpc_tools.protoc -Ishared/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. shared/pb/specwire/v1/verifier.proto
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format proto proto-check bench-loopback experiment-basic clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+$(READY): pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install '$(TORCH)'
+	$(PY) -m pip install --editable '.[dev]'
+	touch $@
+
+demo: $(READY)  ## a device and a verifier write an answer together, on the built-in model
+	$(PY) -m cloud_verifier.demo
+
+test: $(READY)  ## the tests that CI runs
+	$(PY) -m pytest -m 'not slow'
+
+test-all: $(READY)  ## those, and the slow and statistical ones
+	$(PY) -m pytest
+
+lint: $(READY)  ## format, lint and types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: $(READY)  ## let ruff format and fix
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+# The odd include path makes protoc write imports from shared.pb, so the stubs need no patching.
+proto: $(READY)  ## regenerate the stubs from proto/
+	$(PY) -m grpc_tools.protoc -Ishared/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. $(STUBS)/verifier.proto
+
+proto-check: proto  ## fail when the committed stubs are stale
+	git diff --exit-code -- $(STUBS)
+
+bench-loopback: $(READY)  ## both sides on this machine -> bench-results/loopback.json
+	$(BENCH).loopback $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/loopback.json
+
+experiment-basic: $(READY)  ## autoregressive against speculative: time, acceptance, perplexity, KS test
+	$(BENCH).basic $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/experiment-basic.json
+
+clean:  ## remove what was built here; the models in the cache stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
