@@ -1,0 +1,1 @@
+"""Experiments over real and emulated networks: workloads, runs, reports."""
