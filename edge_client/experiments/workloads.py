@@ -44,7 +44,9 @@ def _read(file: Path | None) -> Iterator[Prompt]:
         lines = source.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise SpecwireError(
-            FaultKind.BAD_REQUEST, f"Cannot read the prompts in {source}: {error.strerror}.", "Check the path."
+            FaultKind.BAD_REQUEST,
+            f"Cannot read {source}: {error.strerror}.",
+            "Check the path of the prompts.",
         ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
