@@ -1,0 +1,164 @@
+"""The rules that turn (block, p, q) into a verdict, over the ragged batch of one forward pass.
+
+Each rule faces its oracle in `shared.reference`. Arithmetic is float32 or wider whatever type the
+target runs in, and nothing loops over sessions except the packing of their metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from cloud_verifier.verification.batch import Batch, pack
+from cloud_verifier.verification.greedy import judge_greedy
+from cloud_verifier.verification.logprobs import emitted_logprobs
+from cloud_verifier.verification.token import judge_token
+from cloud_verifier.verification.types import BlockInput, BlockOutcome
+from shared.faults import FaultKind, SpecwireError
+from shared.sampling import is_greedy
+
+__all__ = ["VERIFICATIONS", "BlockInput", "BlockOutcome", "get_verification", "judge"]
+
+
+class Rule(Protocol):
+    def __call__(
+        self, logits: torch.Tensor, top: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Judges all blocks of a batch at once.
+
+        Args:
+            logits: [R, V], the rows of these blocks, in the target's type.
+            top: [R], the largest logit of each row.
+            batch: the blocks as arrays.
+
+        Returns:
+            num_accepted [B], and the recovered or bonus token [B] (ignored after a full `more` block).
+        """
+        ...
+
+
+# In order of preference.
+VERIFICATIONS: Mapping[str, Rule] = MappingProxyType({"token": judge_token, "greedy": judge_greedy})
+
+# Rules that are greedy whatever the request's temperature is, or that need no q.
+_NEED_NO_Q = frozenset({"greedy"})
+
+
+def get_verification(name: str) -> Rule:
+    """The rule of that name, or SpecwireError(UNKNOWN_VERIFICATION) that names the known ones."""
+    rule = VERIFICATIONS.get(name)
+    if rule is None:
+        raise SpecwireError(
+            FaultKind.UNKNOWN_VERIFICATION,
+            f"There is no verification {name!r}.",
+            f"Choose one of: {', '.join(VERIFICATIONS)}.",
+        )
+    return rule
+
+
+def judge(logits: torch.Tensor, blocks: Sequence[BlockInput]) -> list[BlockOutcome]:
+    """Verdicts of the blocks of one pass, in their order; a fault ends up in its own block's outcome.
+
+    Args:
+        logits: [sum (K_b + 1), V] in any float type; row i of a block judges its token i, and the
+            last is the bonus row.
+        blocks: the blocks, in the order of their rows.
+    """
+    num_rows = sum(len(block.tokens) + 1 for block in blocks)
+    if logits.ndim != 2 or len(logits) != num_rows:
+        raise ValueError(f"{num_rows} rows of logits are needed, got shape {tuple(logits.shape)}")
+    outcomes: list[BlockOutcome | None] = [None] * len(blocks)
+    groups: dict[str, list[int]] = {}
+    row_starts: list[int] = []
+    row = 0
+    for i, block in enumerate(blocks):
+        row_starts.append(row)
+        row += len(block.tokens) + 1
+        try:
+            groups.setdefault(_effective_rule(block, logits.shape[1]), []).append(i)
+        except SpecwireError as fault:
+            outcomes[i] = BlockOutcome(0, (), fault=fault)
+    for name, members in groups.items():
+        chosen = [blocks[i] for i in members]
+        batch = pack(chosen, [row_starts[i] for i in members], with_draft=name not in _NEED_NO_Q)
+        for i, outcome in zip(members, _judge_group(name, logits, chosen, batch), strict=True):
+            outcomes[i] = outcome
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _judge_group(
+    name: str, logits: torch.Tensor, blocks: Sequence[BlockInput], batch: Batch
+) -> list[BlockOutcome]:
+    if len(batch.rows) < len(logits):
+        logits = logits[torch.from_numpy(batch.rows).to(logits.device)]
+    # A NaN or +inf anywhere in a row shows in its maximum; -inf only forbids a token.
+    top = logits.amax(dim=1)
+    num_accepted, tokens = VERIFICATIONS[name](logits, top, batch)
+    finite = torch.isfinite(top)
+    block_of_row = torch.from_numpy(batch.block_of_row).to(logits.device)
+    faulty = torch.zeros_like(num_accepted).index_add_(0, block_of_row, (~finite).to(num_accepted.dtype))
+    # The one copy from the device.
+    host = torch.stack([num_accepted, tokens, faulty]).cpu().numpy()
+    logprobs = emitted_logprobs(logits, batch, blocks, host[0], host[1])
+    outcomes = []
+    impossible = _impossible_tokens(batch)
+    for i, (block, kept, token, bad) in enumerate(zip(blocks, *host.tolist(), strict=True)):
+        if bad:
+            outcomes.append(BlockOutcome(0, (), fault=_not_finite()))
+            continue
+        if i in impossible:
+            outcomes.append(BlockOutcome(0, (), fault=_impossible(impossible[i])))
+            continue
+        beyond = () if block.more and kept == len(block.tokens) and block.tokens else (token,)
+        outcomes.append(BlockOutcome(kept, beyond, logprobs=logprobs[i]))
+    return outcomes
+
+
+def _effective_rule(block: BlockInput, vocab_size: int) -> str:
+    """The rule's name, "greedy" where every exact rule is the same; SpecwireError if it cannot be judged."""
+    get_verification(block.rule)
+    num_drafted = len(block.tokens)
+    if num_drafted and not 0 <= min(block.tokens) <= max(block.tokens) < vocab_size:
+        raise SpecwireError(
+            FaultKind.BAD_TOKENS,
+            f"A drafted token is outside the vocabulary of {vocab_size}.",
+            "Use a draft model with the verifier's tokenizer.",
+        )
+    if block.rule == "greedy" or is_greedy(block.sampling):
+        return "greedy"
+    if num_drafted and block.rule not in _NEED_NO_Q and (block.q is None or block.q.num_rows != num_drafted):
+        carried = 0 if block.q is None else block.q.num_rows
+        raise SpecwireError(
+            FaultKind.BAD_PAYLOAD,
+            f"{block.rule} verification of {num_drafted} tokens needs as many distributions, got {carried}.",
+            "Choose a codec that carries distributions, or greedy verification.",
+        )
+    return block.rule
+
+
+def _impossible_tokens(batch: Batch) -> dict[int, int]:
+    """Block -> a token of it that cannot have been drawn from the q sent with it."""
+    if batch.draft is None:
+        return {}
+    at_fault = np.flatnonzero(batch.draft.drawn <= 0)
+    return dict(zip(batch.block_of_token[at_fault].tolist(), batch.tokens[at_fault].tolist(), strict=True))
+
+
+def _impossible(token: int) -> SpecwireError:
+    return SpecwireError(
+        FaultKind.BAD_TOKENS,
+        f"Drafted token {token} has probability 0 in the distribution that was sent with it.",
+        "Sample the draft from what the codec's bytes decode to.",
+    )
+
+
+def _not_finite() -> SpecwireError:
+    return SpecwireError(
+        FaultKind.NOT_FINITE,
+        "The target model gave logits that are not finite for this session.",
+        "Serve the model in a wider number format (--dtype float32 or bfloat16), or shorten the prompt.",
+    )

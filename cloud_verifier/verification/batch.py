@@ -1,0 +1,128 @@
+"""Blocks of many sessions as flat arrays: packed once on the host, moved once to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cloud_verifier.verification.transforms import RowParams
+from cloud_verifier.verification.types import BlockInput
+from shared.randomness import Purpose, uniforms
+
+
+@dataclass(frozen=True, slots=True)
+class DraftProbs:
+    """q of every drafted token of a batch, in CSR form: row n is that of token n."""
+
+    token_of_entry: NDArray[np.int64]  # [nnz]
+    ids: NDArray[np.int64]  # [nnz]
+    probs: NDArray[np.float64]  # [nnz]
+    drawn: NDArray[np.float64]  # [N]: q of the drafted token itself
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B blocks of K_b drafted tokens: N = sum K_b tokens, R = N + B rows of logits.
+
+    Attributes:
+        rows: int64 [R], rows of the pass that belong to these blocks, block by block.
+        block_of_row: int64 [R].
+        block_of_token: int64 [N].
+        starts: int64 [B], where a block's rows begin in `rows`.
+        num_drafted: int64 [B].
+        tokens: int64 [N].
+        token_rows: int64 [N], the row (index into `rows`) that judges each token.
+        token_places: int64 [N], place of each token in a padded [B, max K] array, flattened.
+        more: bool [B].
+        params: of every row.
+        draft: q of every drafted token; None for rules that need none.
+    """
+
+    rows: NDArray[np.int64]
+    block_of_row: NDArray[np.int64]
+    block_of_token: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    num_drafted: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    token_rows: NDArray[np.int64]
+    token_places: NDArray[np.int64]
+    more: NDArray[np.bool_]
+    params: RowParams
+    draft: DraftProbs | None
+    _keys: tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.starts)
+
+    @property
+    def max_drafted(self) -> int:
+        return int(self.num_drafted.max(initial=0))
+
+    def need_draft(self) -> DraftProbs:
+        if self.draft is None:
+            raise ValueError("this rule needs q; pack the batch with it")
+        return self.draft
+
+    def uniforms(self, purpose: Purpose) -> NDArray[np.float64]:
+        """float64 [R]: the draw of that purpose at the position that each row judges."""
+        seeds, positions, bases = self._keys
+        return uniforms(seeds, purpose, positions, bases)
+
+    def padded(self, values: torch.Tensor, fill: float) -> torch.Tensor:
+        """[N] values of the tokens -> [B, max K]."""
+        out = values.new_full((self.num_blocks * self.max_drafted,), fill)
+        out[torch.from_numpy(self.token_places).to(values.device)] = values
+        return out.view(self.num_blocks, self.max_drafted)
+
+
+def pack(blocks: Sequence[BlockInput], row_starts: Sequence[int], *, with_draft: bool) -> Batch:
+    """Metadata of `blocks`, whose rows of logits begin at `row_starts`, and their q if wanted."""
+    num_drafted = np.array([len(b.tokens) for b in blocks], np.int64)
+    num_rows = num_drafted + 1
+    starts = np.cumsum(num_rows) - num_rows
+    block_of_row = np.repeat(np.arange(len(blocks)), num_rows)
+    within = np.arange(int(num_rows.sum())) - starts[block_of_row]
+    is_token = within < num_drafted[block_of_row]
+    samplings = [b.sampling for b in blocks]
+    bases = np.array([b.base_len for b in blocks], np.int64)[block_of_row]
+    params = RowParams(
+        np.array([s.temperature for s in samplings], np.float32)[block_of_row],
+        np.array([s.top_k for s in samplings], np.int64)[block_of_row],
+        np.array([s.top_p for s in samplings], np.float64)[block_of_row],
+        np.array([s.min_p for s in samplings], np.float32)[block_of_row],
+    )
+    tokens = np.array([t for b in blocks for t in b.tokens], np.int64)
+    return Batch(
+        rows=np.array(row_starts, np.int64)[block_of_row] + within,
+        block_of_row=block_of_row,
+        block_of_token=block_of_row[is_token],
+        starts=starts,
+        num_drafted=num_drafted,
+        tokens=tokens,
+        token_rows=np.flatnonzero(is_token),
+        token_places=(block_of_row * int(num_drafted.max(initial=0)) + within)[is_token],
+        more=np.array([b.more for b in blocks], np.bool_),
+        params=params,
+        draft=_pack_draft(blocks, tokens) if with_draft else None,
+        _keys=(np.array([s.seed for s in samplings], np.uint64)[block_of_row], bases + within, bases),
+    )
+
+
+def _pack_draft(blocks: Sequence[BlockInput], tokens: NDArray[np.int64]) -> DraftProbs:
+    """q of all blocks that have drafted tokens; each of them carries it."""
+    parts = [b.q for b in blocks if b.q is not None and b.tokens]
+    if not parts:
+        return DraftProbs(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+    lengths = np.concatenate([np.diff(q.offsets) for q in parts])
+    token_of_entry = np.repeat(np.arange(len(lengths)), lengths)
+    ids = np.concatenate([q.ids for q in parts]).astype(np.int64)
+    probs = np.concatenate([q.probs for q in parts])
+    drawn = np.zeros(len(lengths))
+    hits = ids == tokens[token_of_entry]
+    drawn[token_of_entry[hits]] = probs[hits]
+    return DraftProbs(token_of_entry, ids, probs, drawn)

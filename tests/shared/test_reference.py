@@ -1,0 +1,188 @@
+"""Every branch of the oracle, added up: the output distribution of a round is the target's."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from shared.reference import CounterDraws, Judgement, greedy, inverse_cdf, residual, token_wise
+
+RULES = {"token": token_wise}
+
+
+@dataclass
+class Script:
+    """Draws that follow a given list of choices, and note what other choices there were."""
+
+    choices: list[int]
+    weight: float = 1.0
+    taken: list[int] = field(default_factory=list)
+    open_branches: list[list[int]] = field(default_factory=list)
+
+    def _choose(self, probabilities):
+        depth = len(self.taken)
+        possible = [i for i, p in enumerate(probabilities) if p > 0]
+        choice = self.choices[depth] if depth < len(self.choices) else possible[0]
+        if depth >= len(self.choices):
+            self.open_branches += [[*self.taken, other] for other in possible[1:]]
+        self.taken.append(choice)
+        self.weight *= probabilities[choice]
+        return choice
+
+    def accept(self, index, probability):
+        probability = min(1.0, probability)
+        return self._choose([1.0 - probability, probability]) == 1
+
+    def sample(self, index, weights):
+        return self._choose(weights / weights.sum())
+
+
+def all_outcomes(judge):
+    """[(outcome, probability)] of every path through `judge(draws)`."""
+    out, pending = [], [[]]
+    while pending:
+        script = Script(pending.pop())
+        outcome = judge(script)
+        out.append((outcome, script.weight))
+        pending += script.open_branches
+    return out
+
+
+@dataclass
+class Tree:
+    """Distributions after every sequence of tokens, made on demand."""
+
+    rng: np.random.Generator
+    vocab_size: int
+    rows: dict = field(default_factory=dict)
+
+    def __getitem__(self, prefix):
+        if prefix not in self.rows:
+            row = self.rng.dirichlet(np.full(self.vocab_size, self.rng.choice([0.2, 1.0, 5.0])))
+            if self.rng.random() < 0.5:
+                row[self.rng.random(self.vocab_size) < 0.4] = 0.0
+            if row.sum() == 0:
+                row[self.rng.integers(self.vocab_size)] = 1.0
+            self.rows[prefix] = row / row.sum()
+        return self.rows[prefix]
+
+
+class SometimesEqual(Tree):
+    """q that is exactly p after some prefixes."""
+
+    def __init__(self, rng, target):
+        super().__init__(rng, target.vocab_size)
+        self.target = target
+
+    def __getitem__(self, prefix):
+        if prefix not in self.rows and self.rng.random() < 0.3:
+            self.rows[prefix] = self.target[prefix]
+        return super().__getitem__(prefix)
+
+
+def probability(tree, tokens, start=()):
+    return float(np.prod([tree[start + tokens[:i]][t] for i, t in enumerate(tokens)]))
+
+
+def round_distribution(rule, p, q, num_drafted, *, more):
+    """{emitted tokens: probability} of one round, over all drafts and all branches."""
+    out = {}
+    for drafted in itertools.product(range(p.vocab_size), repeat=num_drafted):
+        drawn = probability(q, drafted)
+        if drawn == 0:
+            continue
+        q_rows = np.array([q[drafted[:i]] for i in range(num_drafted)]).reshape(num_drafted, p.vocab_size)
+        p_rows = np.array([p[drafted[:i]] for i in range(num_drafted + 1)])
+        for outcome, weight in all_outcomes(lambda d, a=(drafted, q_rows, p_rows): rule(*a, d, more=more)):
+            emitted = drafted[: outcome.num_accepted] + outcome.tokens
+            out[emitted] = out.get(emitted, 0.0) + drawn * weight
+    return out
+
+
+def completed(emitted, p, length):
+    """Probabilities of all sequences of `length` when the target goes on after what a round emitted."""
+    out = {}
+    for sequence in itertools.product(range(p.vocab_size), repeat=length):
+        out[sequence] = sum(
+            weight * probability(p, sequence[len(head) :], head)
+            for head, weight in emitted.items()
+            if sequence[: len(head)] == head
+        )
+    return out
+
+
+CASES = [(v, k) for v, k in itertools.product((3, 4, 5), (1, 2, 3, 4)) if v ** (k + 1) <= 1024]
+
+
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize(("vocab_size", "num_drafted"), [*CASES, (3, 0), (5, 0)])
+@pytest.mark.parametrize("name", RULES)
+def test_the_enumerated_round_has_the_targets_distribution(name, vocab_size, num_drafted, more):
+    for seed in range(3):
+        rng = np.random.default_rng([vocab_size, num_drafted, seed])
+        p = Tree(rng, vocab_size)
+        q = SometimesEqual(rng, p)
+        emitted = round_distribution(RULES[name], p, q, num_drafted, more=more)
+        assert sum(emitted.values()) == pytest.approx(1.0, abs=1e-12)
+        for sequence, actual in completed(emitted, p, num_drafted + 1).items():
+            assert actual == pytest.approx(probability(p, sequence), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_enumeration_would_notice_a_draft_that_was_not_drawn_from_q(name):
+    rng = np.random.default_rng(9)
+    p, q = Tree(rng, 4), Tree(rng, 4)
+
+    def understated(tokens, q_rows, p_rows, draws, *, more):
+        cut = np.where(q_rows >= q_rows.max(axis=1, keepdims=True) / 2, q_rows, 0.0)
+        return RULES[name](tokens, cut / cut.sum(axis=1, keepdims=True), p_rows, draws, more=more)
+
+    emitted = round_distribution(understated, p, q, 2, more=False)
+    worst = max(abs(a - probability(p, s)) for s, a in completed(emitted, p, 3).items())
+    assert worst > 1e-3
+
+
+def test_equal_distributions_are_always_accepted_and_a_forced_rejection_samples_p():
+    p = np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]])
+    outcomes = all_outcomes(lambda draws: token_wise((1,), p[:1], p, draws))
+    assert {o.num_accepted for o, weight in outcomes if weight > 0} == {1}
+    assert residual(p[0], p[0]).tolist() == p[0].tolist()
+
+
+def test_a_forbidden_token_is_not_accepted_even_at_a_draw_of_zero():
+    class Zero:
+        def accept(self, index, probability):
+            return probability > 0.0
+
+        def sample(self, index, weights):
+            return inverse_cdf(weights, 0.0)
+
+    q = np.array([[0.5, 0.5]])
+    p = np.array([[0.0, 1.0], [0.0, 1.0]])
+    assert token_wise((0,), q, p, Zero()) == Judgement(0, (1,))
+
+
+def test_inverse_cdf_never_lands_on_an_index_without_weight():
+    weights = np.array([0.0, 0.3, 0.0, 0.7, 0.0])
+    assert [inverse_cdf(weights, u) for u in (0.0, 0.299, 0.301, 1 - 2**-53)] == [1, 1, 3, 3]
+
+
+def test_greedy_keeps_the_likeliest_and_corrects_the_first_other():
+    p = np.array([[0.2, 0.4, 0.4], [0.6, 0.2, 0.2], [0.1, 0.1, 0.8]])
+    assert greedy((1, 0), p) == Judgement(2, (2,))
+    assert greedy((1, 0), p, more=True) == Judgement(2, ())
+    assert greedy((1, 2), p) == Judgement(1, (0,))
+    assert greedy((2, 0), p) == Judgement(0, (1,))
+
+
+def test_counter_draws_depend_on_seed_position_and_base_only():
+    weights = np.full(1000, 1.0)
+    a = CounterDraws(5, 10).sample(3, weights)
+    assert a == CounterDraws(5, 10).sample(3, weights)
+    others = [
+        CounterDraws(6, 10).sample(3, weights),
+        CounterDraws(5, 11).sample(2, weights),
+        CounterDraws(5, 10).sample(2, weights),
+    ]
+    assert a not in others
