@@ -1,0 +1,84 @@
+"""The honest baseline: `transformers` generating alone, with the same weights and dtype."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An answer and when its tokens came, in seconds after the request."""
+
+    tokens: tuple[int, ...]
+    first_token_s: float
+    last_token_s: float
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after the first over the time after the first."""
+        return (len(self.tokens) - 1) / (self.last_token_s - self.first_token_s)
+
+    @property
+    def answer_tokens_per_s(self) -> float:
+        return len(self.tokens) / self.last_token_s
+
+
+class _FirstTokenClock:
+    """A transformers streamer that only looks at the clock: it gets the prompt, then every token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: object) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+class HfGenerate:
+    """Stock `generate` of a stock model."""
+
+    def __init__(self, name_or_path: str, *, device: str = "cpu", dtype: str = "float32") -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=getattr(torch, dtype))
+        self._model.eval().to(device)
+        self._device = device
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        eos_ids: Sequence[int] = (),
+    ) -> Timed:
+        """Greedy at temperature 0, else plain sampling. `eos_ids` empty goes on to `max_new_tokens`."""
+        torch.manual_seed(seed)
+        clock = _FirstTokenClock()
+        sampling = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            if temperature > 0
+            else {"do_sample": False}
+        )
+        ids = torch.tensor([list(prompt)], device=self._device)
+        started = time.perf_counter()
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(eos_ids) or None,
+            pad_token_id=0,
+            streamer=clock,
+            **sampling,
+        )
+        tokens = tuple(int(token) for token in out[0, len(prompt) :])
+        return Timed(tokens, clock.times[1] - started, clock.times[-1] - started)
