@@ -1,0 +1,203 @@
+"""Any causal language model -> a draft folder that the edge runs without torch.
+
+The ONNX graph comes from `onnxruntime_genai.models.builder`, which runs in a process of its own (it
+prints, and it changes global state); `drafts.graph` then makes a step cheaper.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from cloud_verifier.drafts.cache import Progress, build_folder, disk_error, no_progress
+from cloud_verifier.drafts.graph import specialise
+from cloud_verifier.drafts.quiet import quiet_transformers
+from edge_client.manifest import (
+    MANIFEST_NAME,
+    MODEL_NAME,
+    TOKENIZER_NAME,
+    DraftManifest,
+    read_manifest,
+    record_file,
+    write_manifest,
+)
+from shared.faults import FaultKind, SpecwireError
+from shared.vocabulary import tokenizer_identity
+
+DATA_NAME = "model.onnx.data"
+PRECISIONS = ("int8", "int4", "fp32")
+DEFAULT_PRECISION = "int8"
+
+
+def export_draft(
+    source: str,
+    out: Path,
+    *,
+    precision: str = DEFAULT_PRECISION,
+    name: str = "",
+    cache: Path | None = None,
+    progress: Progress = no_progress,
+) -> Path:
+    """Export the model `source`, a Hugging Face folder or hub name, to the draft folder `out`.
+
+    An `out` that already holds a whole draft of the same source and precision is left as it is.
+
+    Raises:
+        SpecwireError: BAD_REQUEST (no such model, unknown precision, `out` is something else),
+            UNSUPPORTED_MODEL (an architecture that cannot be exported), UNAVAILABLE (disk).
+    """
+    if precision not in PRECISIONS:
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST,
+            f"The precision '{precision}' is unknown.",
+            f"Choose one of {', '.join(PRECISIONS)}.",
+        )
+    if out.exists() and not (out / MANIFEST_NAME).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST,
+            f"{out} exists and is not a draft folder.",
+            "Choose another --out; nothing was changed.",
+        )
+    label = name or Path(source).name
+
+    def is_whole(folder: Path) -> bool:
+        try:
+            manifest = read_manifest(folder)
+        except SpecwireError:
+            return False
+        return (manifest.name, manifest.precision) == (label, precision)
+
+    def build(folder: Path) -> None:
+        progress(f"Exporting {label} at {precision}", None)
+        config = _read_config(source)
+        work = folder / "builder"
+        _run_builder(source, work, precision, cache)
+        progress("Writing the draft folder", 0.9)
+        _assemble(work, folder, config, label, precision)
+        shutil.rmtree(work)
+
+    return build_folder(out, is_whole, build, progress)
+
+
+def _read_config(source: str) -> Any:
+    """The model's transformers configuration; the cheap check that the model exists."""
+    if _looks_like_path(source) and not (Path(source) / "config.json").is_file():
+        what = "has no config.json" if Path(source).is_dir() else "does not exist"
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST,
+            f"The folder {source} {what}.",
+            "Give a Hugging Face model folder, or a hub name such as TinyLlama/TinyLlama-1.1B-Chat-v1.0.",
+        )
+    with quiet_transformers():
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(source)
+        except Exception as error:
+            raise SpecwireError(
+                FaultKind.BAD_REQUEST,
+                f"The model '{source}' is neither a folder here nor a model that the hub gives.",
+                "Check the name and the network; for a gated model, log in with `hf auth login` first.",
+            ) from error
+
+
+def _looks_like_path(source: str) -> bool:
+    path = Path(source).expanduser()
+    return path.exists() or path.is_absolute() or source.startswith(".") or source.count("/") > 1
+
+
+def _run_builder(source: str, out: Path, precision: str, cache: Path | None) -> None:
+    """Run the model builder; what it prints is kept for the error message only."""
+    where = ["-i", source] if Path(source).is_dir() else ["-m", source]
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", *where, "-o", str(out)]
+    command += ["-p", precision, "-e", "cpu", "-c", str(cache or out.with_name("hub"))]
+    finished = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if finished.returncode == 0 and (out / MODEL_NAME).is_file():
+        return
+    raise build_failed(f"The model '{source}' cannot be exported", finished.stderr, out.parent)
+
+
+def build_failed(what: str, stderr: str, folder: Path) -> SpecwireError:
+    """The typed form of a failed helper process; its last line says why."""
+    if os.strerror(errno.ENOSPC) in stderr:
+        return disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    return SpecwireError(
+        FaultKind.UNSUPPORTED_MODEL,
+        f"{what}: {lines[-1] if lines else 'the process ended without a message'}",
+        "Choose a model with a common architecture, such as Llama, Qwen, Mistral or Gemma.",
+    )
+
+
+def _assemble(work: Path, folder: Path, config: Any, label: str, precision: str) -> None:
+    """Turn the builder's folder `work` into a draft folder; the manifest comes last."""
+    genai = json.loads((work / "genai_config.json").read_text(encoding="utf-8"))["model"]
+    decoder = genai["decoder"]
+    head_dim = int(decoder["head_size"])
+    _rewrite_graph(work / MODEL_NAME, folder / MODEL_NAME, lambda model: specialise(model, head_dim))
+    for file in (DATA_NAME, TOKENIZER_NAME):
+        if not (work / file).is_file():
+            raise SpecwireError(
+                FaultKind.UNSUPPORTED_MODEL,
+                f"The export of {label} has no {file}.",
+                "Specwire needs a model with a Hugging Face fast tokenizer.",
+            )
+        (work / file).rename(folder / file)
+    identity = tokenizer_identity((folder / TOKENIZER_NAME).read_text(encoding="utf-8"))
+    tokenizer_config = _read_json(work / "tokenizer_config.json")
+    template = work / "chat_template.jinja"
+    write_manifest(
+        folder,
+        DraftManifest(
+            name=label,
+            precision=precision,
+            vocab_size=identity.size,
+            num_logits=int(genai["vocab_size"]),
+            num_layers=int(decoder["num_hidden_layers"]),
+            num_kv_heads=int(decoder["num_key_value_heads"]),
+            head_dim=head_dim,
+            max_context=int(genai["context_length"]),
+            tokenizer_digest=identity.digest,
+            bos_id=genai.get("bos_token_id"),
+            eos_ids=_id_tuple(genai.get("eos_token_id")),
+            bos_token=_token_text(tokenizer_config.get("bos_token")),
+            eos_token=_token_text(tokenizer_config.get("eos_token")),
+            chat_template=template.read_text(encoding="utf-8")
+            if template.is_file()
+            else tokenizer_config.get("chat_template"),
+            files=tuple(record_file(folder, file) for file in (MODEL_NAME, DATA_NAME, TOKENIZER_NAME)),
+        ),
+    )
+
+
+def _rewrite_graph(source: Path, target: Path, change: Callable[[onnx.ModelProto], None]) -> None:
+    """Change the graph without touching its external weights."""
+    model = onnx.load(source, load_external_data=False)
+    change(model)
+    onnx.save(model, target)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _id_tuple(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _token_text(value: Any) -> str:
+    """A special token as transformers writes it: a string, a dictionary with `content`, or nothing."""
+    if isinstance(value, dict):
+        return str(value.get("content", ""))
+    return value or ""

@@ -1,0 +1,92 @@
+"""The draft model against itself fed afresh, and against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edge_client import draft_model
+from edge_client.draft_model import DraftModel
+from shared.faults import FaultKind, SpecwireError
+
+TOKENS = st.lists(st.integers(0, 258), min_size=1, max_size=40)
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growth and chunking happen within a few tokens."""
+    monkeypatch.setattr(draft_model, "INITIAL_CAPACITY", 8)
+    monkeypatch.setattr(draft_model, "PREFILL_CHUNK", 7)
+
+
+@pytest.fixture(scope="module")
+def fresh(tiny_draft: Path) -> DraftModel:
+    """Fed in one piece, with buffers that never grow."""
+    return DraftModel.load(tiny_draft, threads=1)
+
+
+@given(steps=st.lists(st.tuples(TOKENS, st.integers(0, 60)), min_size=1, max_size=8))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_feeds_and_rollbacks_equal_a_fresh_run(steps, tiny_draft, fresh, small_buffers) -> None:
+    model = DraftModel.load(tiny_draft, threads=1)
+    held: list[int] = []
+    for tokens, back in steps:
+        logits = model.feed(tokens)
+        held += tokens
+        assert model.kv_len == len(held)
+        fresh.rollback(0)
+        np.testing.assert_allclose(logits, fresh.feed(held), atol=2e-5)
+        held = held[: max(len(held) - back, 0)]
+        model.rollback(len(held))
+
+
+def test_equals_transformers(tmp_path: Path, tiny_target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from cloud_verifier.drafts.export import export_draft
+
+    draft = DraftModel.load(export_draft(str(tiny_target), tmp_path / "draft", precision="fp32"))
+    tokens = np.random.default_rng(3).integers(0, 259, 50).tolist()
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(tiny_target)(torch.tensor([tokens])).logits[0]
+    draft.feed(tokens[:20])
+    for position in range(20, 50):
+        logits = draft.feed(tokens[position : position + 1])
+        np.testing.assert_allclose(logits, expected[position, :259].numpy(), atol=1e-4)
+
+
+def test_padding_ids_are_cut(tiny_draft: Path) -> None:
+    model = DraftModel.load(tiny_draft)
+    assert (model.manifest.num_logits, model.vocab_size) == (272, 259)
+    assert model.feed([1, 2, 3]).shape == (259,)
+
+
+def test_context_is_a_clear_limit(tiny_draft: Path) -> None:
+    model = DraftModel.load(tiny_draft, max_context=10)
+    model.feed(range(8))
+    with pytest.raises(SpecwireError, match="context of 10") as caught:
+        model.feed([1, 2, 3])
+    assert caught.value.kind is FaultKind.CONTEXT_EXCEEDED
+    assert model.kv_len == 8
+    assert np.isfinite(model.feed([1, 2])).all()
+
+
+@pytest.mark.parametrize("token", [-1, 259, 270])
+def test_ids_outside_the_vocabulary_are_refused(tiny_draft: Path, token: int) -> None:
+    model = DraftModel.load(tiny_draft)
+    with pytest.raises(SpecwireError, match=f"id {token} ") as caught:
+        model.feed([5, token])
+    assert caught.value.kind is FaultKind.BAD_TOKENS
+    assert model.kv_len == 0
+
+
+def test_rollback_goes_backwards_only(tiny_draft: Path) -> None:
+    model = DraftModel.load(tiny_draft)
+    model.feed([1, 2])
+    with pytest.raises(ValueError, match="rollback to 3"):
+        model.rollback(3)
