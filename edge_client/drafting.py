@@ -1,0 +1,180 @@
+"""Drafting one block: logits -> probabilities -> codec -> sample from what the codec's bytes decode to.
+
+Plain synchronous code on one model; no network, no clock except for the durations it reports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.codecs import Codec, Row
+from shared.faults import FaultKind, SpecwireError
+from shared.messages import SamplingParams
+from shared.randomness import Purpose, random_words
+from shared.sampling import probabilities
+
+_CHUNK = 256
+"""Prompt tokens that are read between two looks at whether to stop."""
+
+
+class Model(Protocol):
+    """What drafting needs of `edge_client.draft_model.DraftModel`."""
+
+    max_context: int
+    kv_len: int
+
+    def rollback(self, length: int) -> None: ...
+
+    def feed(self, tokens: Sequence[int]) -> NDArray[np.float32]: ...
+
+
+class NoModel:
+    """Drafts nothing: the verifier writes alone."""
+
+    max_context = 0
+    kv_len = 0
+
+    def rollback(self, length: int) -> None:
+        pass
+
+    def feed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """K drafted tokens that follow `base_len` others, and the bytes of their distributions."""
+
+    base_len: int
+    tokens: tuple[int, ...]
+    payload: bytes
+    draft_s: float
+    codec_s: float
+
+
+class Drafter:
+    """Writes ahead of the verifier on one draft model.
+
+    Attributes:
+        sequence: committed tokens, then those that are drafted and not yet judged.
+    """
+
+    def __init__(self, model: Model, codec: Codec, vocab_size: int, eos_ids: Collection[int]) -> None:
+        self.sequence: list[int] = []
+        self._model = model
+        self._codec = codec
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self._sampling = SamplingParams()
+        self._limit = 0
+        self._ended = False  # the last drafted token ends the answer
+        self._blind = False  # the model cannot read what is committed
+
+    @property
+    def kv_len(self) -> int:
+        return self._model.kv_len
+
+    def begin(self, tokens: Sequence[int], sampling: SamplingParams, limit: int) -> None:
+        """Starts an answer after `tokens` that ends at `limit` tokens; keeps the KV of a common beginning."""
+        known = self.sequence[: self._model.kv_len]
+        common = next((i for i, (a, b) in enumerate(zip(known, tokens, strict=False)) if a != b), None)
+        if common is None:
+            common = min(len(known), len(tokens))
+        # One token at least has to be fed, since its logits are needed.
+        self._model.rollback(min(common, max(len(tokens) - 1, 0)))
+        self.sequence = list(tokens)
+        self._sampling, self._limit = sampling, limit
+        self._ended = self._blind = False
+
+    def room(self) -> int:
+        """How many more tokens can be drafted now: the answer's end, an EOS and the context bound it."""
+        if self._ended or self._blind:
+            return 0
+        length = len(self.sequence)
+        return max(0, min(self._limit - length, self._model.max_context - length + 1))
+
+    def draft(self, num_tokens: int, stop: Callable[[], bool] = lambda: False) -> Block | None:
+        """Drafts up to `num_tokens` tokens; fewer where an EOS is drawn.
+
+        Returns None, with nothing changed, when `stop` became true or the model cannot go on.
+        """
+        base_len = len(self.sequence)
+        words = random_words(
+            self._sampling.seed, Purpose.DRAFT, np.arange(base_len, base_len + num_tokens), base_len
+        )
+        rows: list[Row] = []
+        draft_s = codec_s = 0.0
+        started = time.perf_counter()
+        for word in words:
+            if (logits := self._feed(stop)) is None:
+                self._undo(base_len)
+                return None
+            fed = time.perf_counter()
+            row = self._codec.quantise(self._probabilities(logits))
+            token = row.sample(int(word))
+            rows.append(row)
+            self.sequence.append(token)
+            draft_s, codec_s = draft_s + fed - started, codec_s + time.perf_counter() - fed
+            started = time.perf_counter()
+            if token in self._eos_ids:
+                self._ended = True
+                break
+        payload = self._codec.encode(rows, self._vocab_size)
+        codec_s += time.perf_counter() - started
+        return Block(base_len, tuple(self.sequence[base_len:]), payload, draft_s, codec_s)
+
+    def guess(self) -> Block:
+        """One token without asking the model, for when it cannot go on and the verifier may not write alone.
+
+        The guess is sent with certainty as its distribution, so the verdict is as exact as any other.
+        """
+        base_len, token = len(self.sequence), self.sequence[-1]
+        certain = np.zeros(self._vocab_size, np.float32)
+        certain[token] = 1.0
+        started = time.perf_counter()
+        payload = self._codec.encode([self._codec.quantise(certain)], self._vocab_size)
+        self.sequence.append(token)
+        return Block(base_len, (token,), payload, 0.0, time.perf_counter() - started)
+
+    def apply(self, block: Block, num_accepted: int, tokens: Sequence[int]) -> None:
+        """A verdict on the oldest block in flight: keeps `num_accepted` of it, then `tokens`."""
+        if num_accepted < len(block.tokens) or tokens:
+            self._undo(block.base_len + num_accepted)
+            self.sequence += tokens
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Tokens that the verifier wrote alone."""
+        self.sequence += tokens
+
+    def _undo(self, length: int) -> None:
+        del self.sequence[length:]
+        self._model.rollback(min(self._model.kv_len, length))
+        self._ended = False
+
+    def _feed(self, stop: Callable[[], bool]) -> NDArray[np.float32] | None:
+        """Logits after the whole sequence; None when `stop` became true or the model cannot read it."""
+        logits: NDArray[np.float32] | None = None
+        try:
+            while not stop() and (waiting := self.sequence[self._model.kv_len :][:_CHUNK]):
+                logits = self._model.feed(waiting)
+        except SpecwireError as error:
+            if error.kind not in (FaultKind.BAD_TOKENS, FaultKind.CONTEXT_EXCEEDED):
+                raise
+            # The target may use ids that a smaller draft does not have; it then goes on alone.
+            self._blind = True
+            return None
+        return logits if self._model.kv_len == len(self.sequence) else None
+
+    def _probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[vocab_size], whatever the model's width: ids beyond the tokenizer never come out."""
+        if len(logits) < self._vocab_size:
+            padded = np.full(self._vocab_size, -np.inf, np.float32)
+            padded[: len(logits)] = logits
+            logits = padded
+        return probabilities(logits[: self._vocab_size], self._sampling)

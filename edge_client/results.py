@@ -1,0 +1,147 @@
+"""What an answer gives as it comes, and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shared.messages import FinishReason, Logprobs, Timing
+
+
+class Origin(StrEnum):
+    """Where a token came from; DESIGN.md section 2."""
+
+    ACCEPTED = "accepted"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+    SIBLING = "sibling"
+    CLOUD = "cloud"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One block up and one verdict down, or one message of a cloud-only answer (num_drafted 0).
+
+    `draft_s` and `codec_s` are what this block took to draft; `wait_s` is how long nothing else was
+    done while its verdict was awaited.
+    """
+
+    num_drafted: int
+    num_accepted: int
+    up_bytes: int
+    down_bytes: int
+    draft_s: float
+    codec_s: float
+    round_trip_s: float
+    wait_s: float
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Newly committed tokens, in order, with where each came from."""
+
+    tokens: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    round: Round
+    logprobs: Logprobs | None = None
+
+
+@dataclass(slots=True)
+class TimeShare:
+    """Seconds of an answer by what they were spent on; they sum to the answer's duration.
+
+    While a verdict is awaited, the verifier's own durations are taken off first; what is left of the
+    wait is the network's.
+    """
+
+    draft: float = 0.0
+    codec: float = 0.0  # sampling, quantising, encoding
+    network: float = 0.0
+    queue: float = 0.0
+    forward: float = 0.0
+    verification: float = 0.0
+    rest: float = 0.0
+
+    def add_wait(self, wait_s: float, timing: Timing) -> None:
+        for name, micros in (
+            ("forward", timing.forward_us),
+            ("verification", timing.verification_us),
+            ("queue", timing.queue_us),
+        ):
+            part = min(micros / 1e6, wait_s)
+            setattr(self, name, getattr(self, name) + part)
+            wait_s -= part
+        self.network += wait_s
+
+    def close(self, total_s: float) -> None:
+        known = self.draft + self.codec + self.network + self.queue + self.forward + self.verification
+        self.rest = max(total_s - known, 0.0)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums over the rounds of an answer.
+
+    `accepted_at[i]` counts blocks whose drafted token i was kept, `drafted_at[i]` blocks that had one;
+    stale blocks are in neither.
+    """
+
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    by_origin: dict[Origin, int] = field(default_factory=lambda: dict.fromkeys(Origin, 0))
+
+    def add(self, emission: Emission) -> None:
+        for origin in emission.origins:
+            self.by_origin[origin] += 1
+        done = emission.round
+        if not done.num_drafted:
+            return
+        self.num_rounds += 1
+        self.num_drafted += done.num_drafted
+        self.num_accepted += done.num_accepted
+        missing = done.num_drafted - len(self.drafted_at)
+        self.drafted_at += [0] * missing
+        self.accepted_at += [0] * missing
+        for index in range(done.num_drafted):
+            self.drafted_at[index] += 1
+            self.accepted_at[index] += index < done.num_accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An answer that has ended. Bytes are those of messages with gRPC's and HTTP/2's framing."""
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    counts: Counts
+    time_share: TimeShare
+    total_s: float
+    first_token_s: float
+    up_bytes: int
+    down_bytes: int
+    wasted_up_bytes: int
+    num_stale_blocks: int
+    num_reconnects: int
+    lossy: bool
+
+    @property
+    def tokens_per_s(self) -> float:
+        return len(self.tokens) / self.total_s if self.total_s else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the judged drafted tokens that were kept."""
+        return self.counts.num_accepted / max(self.counts.num_drafted, 1)
+
+    @property
+    def tokens_per_round(self) -> float:
+        speculated = len(self.tokens) - self.counts.by_origin[Origin.CLOUD]
+        return speculated / max(self.counts.num_rounds, 1)
+
+    @property
+    def up_bytes_per_draft_token(self) -> float:
+        return self.up_bytes / max(self.counts.num_drafted, 1)
