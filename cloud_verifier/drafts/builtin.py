@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from cloud_verifier.drafts.cache import Progress, build_folder, cache_dir, no_progress
-from cloud_verifier.drafts.export import DEFAULT_PRECISION, build_failed, export_draft
+from cloud_verifier.drafts.export import build_failed, export_draft
+from cloud_verifier.drafts.precisions import DEFAULT_PRECISION
 from edge_client.manifest import file_sha256, record_file
 from shared.faults import FaultKind, SpecwireError
 

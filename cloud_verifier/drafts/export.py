@@ -20,6 +20,7 @@ import onnx
 
 from cloud_verifier.drafts.cache import Progress, build_folder, disk_error, no_progress
 from cloud_verifier.drafts.graph import specialise
+from cloud_verifier.drafts.precisions import DEFAULT_PRECISION, PRECISIONS
 from cloud_verifier.drafts.quiet import quiet_transformers
 from edge_client.manifest import (
     MANIFEST_NAME,
@@ -34,8 +35,6 @@ from shared.faults import FaultKind, SpecwireError
 from shared.vocabulary import tokenizer_identity
 
 DATA_NAME = "model.onnx.data"
-PRECISIONS = ("int8", "int4", "fp32")
-DEFAULT_PRECISION = "int8"
 
 
 def export_draft(
@@ -77,8 +76,9 @@ def export_draft(
         return (manifest.name, manifest.precision) == (label, precision)
 
     def build(folder: Path) -> None:
-        progress(f"Exporting {label} at {precision}", None)
+        progress(f"Looking for {label}", None)
         config = _read_config(source)
+        progress(f"Exporting {label} at {precision}", None)
         work = folder / "builder"
         _run_builder(source, work, precision, cache)
         progress("Writing the draft folder", 0.9)

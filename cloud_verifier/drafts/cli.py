@@ -1,0 +1,108 @@
+"""`cloud-verifier draft ...`: make draft folders."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from cloud_verifier.drafts import cache, precisions
+from edge_client.manifest import read_manifest, verify_files
+from shared.faults import SpecwireError
+
+app = typer.Typer(help="Make draft models for edge clients.", no_args_is_help=True)
+
+PrecisionOption = Annotated[
+    str,
+    typer.Option(help=f"How the weights are stored: {', '.join(precisions.PRECISIONS)}."),
+]
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="A Hugging Face model: a folder here, or a hub name.")],
+    out: Annotated[Path, typer.Option(help="The draft folder to write.")],
+    precision: PrecisionOption = precisions.DEFAULT_PRECISION,
+) -> None:
+    """Export MODEL to a draft folder that edge clients run without torch."""
+    from cloud_verifier.drafts.export import export_draft
+
+    with _showing() as progress:
+        folder = export_draft(model, out, precision=precision, progress=progress)
+    _report(folder)
+
+
+@app.command()
+def builtin(precision: PrecisionOption = precisions.DEFAULT_PRECISION) -> None:
+    """Fetch the built-in target and draft (SmolLM2-135M-Instruct) into the cache, and say where they are."""
+    from cloud_verifier.drafts.builtin import builtin_draft, builtin_target
+
+    with _showing() as progress:
+        target = builtin_target(progress)
+        draft = builtin_draft(precision, progress)
+    Console().print(f"Target: {target}", soft_wrap=True, highlight=False)
+    _report(draft)
+
+
+@app.command()
+def check(folder: Annotated[Path, typer.Argument(help="A draft folder.")]) -> None:
+    """Check that a draft folder is whole, by the SHA-256 of every file."""
+    with _showing() as progress:
+        manifest = read_manifest(folder)
+        verify_files(folder, manifest, progress)
+    _report(folder)
+
+
+@contextlib.contextmanager
+def progress_bars(console: Console) -> Iterator[cache.Progress]:
+    """A callback that shows each step as a line with a bar; a step ends when the next one starts."""
+    bars = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+    )
+    with bars:
+
+        def show(description: str, fraction: float | None) -> None:
+            if not bars.tasks or bars.tasks[-1].description != description:
+                finish()
+                bars.add_task(description)
+            total = None if fraction is None else 1.0
+            bars.update(bars.tasks[-1].id, total=total, completed=fraction or 0.0)
+
+        def finish() -> None:
+            for task in bars.tasks[-1:]:
+                bars.update(task.id, total=1.0, completed=1.0)
+
+        yield show
+        finish()
+
+
+@contextlib.contextmanager
+def _showing() -> Iterator[cache.Progress]:
+    """Progress on stderr, and a fault as one sentence instead of a traceback."""
+    console = Console(stderr=True)
+    try:
+        with progress_bars(console) as progress:
+            yield progress
+    except SpecwireError as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        console.print("Stopped; nothing half-finished is left behind.", style="yellow")
+        raise typer.Exit(130) from None
+
+
+def _report(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    size = f"{sum(file.num_bytes for file in manifest.files) / 1e6:.0f} MB"
+    about = f"{manifest.name}, {manifest.precision}, {size}, context {manifest.max_context}"
+    Console().print(
+        f"Draft: {folder} ({about})",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
