@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import socket
+import statistics
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -42,7 +46,7 @@ class Backend(Protocol):
         """The command that runs `command` on the host of `side`, "client" or "server"."""
 
     def reset(self, *, outages: bool) -> int:
-        """Empty the link and start its draws, trace and outages anew. Returns when, on the monotonic clock, in ns."""
+        """Empty the link; draws, trace and outages begin anew. Returns when, in ns of the monotonic clock."""
 
     def stats(self) -> dict[str, Any]:
         """Counts since the last reset."""
@@ -66,10 +70,12 @@ class _NamespaceBackend:
     def _configure_devices(self) -> None:
         for namespace, own, peer in self._hosts():
             device = ("dev", DEVICE)
-            # without link-local addresses the kernel sends nothing of its own, which would use up seeded draws
+            # without link-local addresses the kernel sends nothing of its own, which would use up draws
             ip = ("-n", namespace)
             namespaces.ip(*ip, "link", "set", *device, "addrgenmode", "none")
-            namespaces.ip(*ip, "link", "set", *device, "mtu", str(self._profile.mtu), "txqueuelen", "10000", "up")
+            namespaces.ip(
+                *ip, "link", "set", *device, "mtu", str(self._profile.mtu), "txqueuelen", "10000", "up"
+            )
             namespaces.ip(*ip, "address", "add", own, "peer", peer, *device)
 
     def _hosts(self) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
@@ -103,6 +109,7 @@ class TunBackend(_NamespaceBackend):
         super().__init__(profile, seed)
         self._traces = traces
         self._child: Child | None = None
+        self._lead_ns = 0
 
     def start(self, stack: ExitStack) -> None:
         self._pair = stack.enter_context(namespaces.namespace_pair())
@@ -118,6 +125,21 @@ class TunBackend(_NamespaceBackend):
         }
         self._child = stack.enter_context(Child("emulator", job))
         self._configure_devices()
+        self._measure_own_cost()
+        self.reset(outages=True)
+
+    def _measure_own_cost(self) -> None:
+        """Time a link without delay, and take half of that off each direction from now on."""
+        assert self._child is not None
+        self._child.ask({"do": "bare"})
+        command = self.inside("client", probe_command("ping", namespaces.SERVER_ADDRESS, "31", "3"))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise LinkError(f"Nothing crosses the new link: {done.stderr.strip()}")
+        rtts_ms = json.loads(done.stdout)["rtt_ms"]
+        if not rtts_ms:
+            raise LinkError("Nothing crosses the new link.", "Look for firewall rules that drop ICMP.")
+        self._lead_ns = int(statistics.median(rtts_ms) * 1e6 / 2)
 
     @property
     def child(self) -> Child | None:
@@ -126,11 +148,12 @@ class TunBackend(_NamespaceBackend):
     def reset(self, *, outages: bool) -> int:
         assert self._child is not None
         self._forget_connections()
-        return int(self._child.ask({"do": "reset", "outages": outages})["start_ns"])
+        return int(self._child.ask({"do": "reset", "outages": outages, "lead_ns": self._lead_ns})["start_ns"])
 
     def stats(self) -> dict[str, Any]:
         assert self._child is not None
-        return {"priority": self._child.greeting["priority"], **self._child.ask({"do": "stats"})}
+        own = {"priority": self._child.greeting["priority"], "own_delay_ms": round(self._lead_ns / 1e6, 3)}
+        return {**own, **self._child.ask({"do": "stats"})}
 
 
 def netem_lacks(profile: Profile) -> list[str]:
@@ -153,8 +176,9 @@ def netem_lacks(profile: Profile) -> list[str]:
 def netem_arguments(direction: Direction, mtu: int) -> list[str]:
     """The `tc ... netem` options of a direction.
 
-    `rate` is always given, since only then does netem's jitter keep packets in order; the limit counts packets in flight
-    too, so what the delay holds is added to the queue (the default of 1,000 silently drops on long fat links).
+    `rate` is always given, since only then does netem's jitter keep packets in order. The limit counts
+    packets in flight too, so what the delay holds is added to the queue (the default of 1,000 silently drops on
+    long fat links).
     """
     rate_mbit = direction.rate_mbit or 10_000.0
     in_flight = math.ceil(rate_mbit * 1e3 * (direction.delay_ms + direction.jitter_ms) / 8 / mtu)
@@ -203,8 +227,6 @@ class NetemBackend(_NamespaceBackend):
         self.reset(outages=True)
 
     def reset(self, *, outages: bool) -> int:
-        import time
-
         self._forget_connections()
         directions = (self._profile.up, self._profile.down)
         for (namespace, _, _), direction in zip(self._hosts(), directions, strict=True):
@@ -273,6 +295,11 @@ class RelayBackend:
         return self._child.ask({"do": "stats"})
 
 
+def probe_command(*arguments: str) -> list[str]:
+    """The command of a measuring end; see `probe.py` for the roles."""
+    return [sys.executable, "-I", "-S", str(Path(__file__).parent / "probe.py"), *arguments]
+
+
 def free_port() -> int:
     """A loopback port that nobody listens on at this moment."""
     with socket.socket() as probe:
@@ -281,7 +308,7 @@ def free_port() -> int:
 
 
 def environment(backend: Backend) -> dict[str, Any]:
-    """What the machine adds to a result: kernel, congestion control, offloads, seen from the client's host."""
+    """What the machine adds to a result: kernel, congestion control, offloads, as the client has them."""
 
     def output(*command: str) -> str:
         done = subprocess.run(backend.inside("client", command), capture_output=True, text=True, check=False)

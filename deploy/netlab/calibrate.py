@@ -1,7 +1,7 @@
 """Measure a link before it is used: round-trip time and throughput both ways, against the profile.
 
-Throughput of a packet link is that of an overdriven train of UDP packets, which shows the link and nothing of TCP; what
-one TCP flow gets is measured beside it on request. A relay has no packets: there TCP measures both.
+Throughput of a packet link is that of an overdriven train of UDP packets, which shows the link and nothing of
+TCP; what one TCP flow gets is measured beside it on request. A relay has no packets: there TCP measures both.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import pairwise
 from typing import IO, TYPE_CHECKING, Any
 
+from netlab.backends import probe_command
 from netlab.errors import LinkError
 from netlab.lane import NS_PER_MS, NS_PER_S, Lane
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RELATIVE_TOLERANCE = 0.10
 RTT_TOLERANCE_MS = 2.0
-_ECHO_PORT = 9
+_FLOW_PORT = 9
 _TRAIN_PORT = 10
 _TRAIN_S = 0.6
 _OVERDRIVE = 1.2
@@ -59,7 +59,7 @@ def rtt_tolerance_ms(rtt_ms: float, own_ms: float | None) -> float:
 
 
 def calibrate(link: Link, *, tcp: bool = False) -> dict[str, Any]:
-    """Measure a started link. Outages are off meanwhile. Takes about 3 s and 4 round trips; `tcp` adds 2-12 s.
+    """Measure a started link, outages off meanwhile. Takes about 3 s and 4 round trips; `tcp` adds 2-12 s.
 
     Raises:
         LinkError: a probe failed. (Missing the profile is reported in "misses", not raised.)
@@ -74,11 +74,9 @@ def calibrate(link: Link, *, tcp: bool = False) -> dict[str, Any]:
         result.measured["rtt_ms_p5"], result.measured["rtt_ms_p95"] = (
             value if value is None else round(value, 3) for value in (spread[0], spread[-1])
         )
-        result.measured["echoes_lost"] = _NUM_ECHOES - len(rtts_ms)
         for side in ("up", "down"):
             if link.backend.packets:
-                asked, measured = _measure_train(link, side)
-                _compare_rate(result, f"{side}_mbit", asked, measured)
+                _compare_rate(result, f"{side}_mbit", *_best_train(link, side))
             if tcp or not link.backend.packets:
                 goodput = _measure_flow(link, side, reports)
                 if link.backend.packets:
@@ -106,14 +104,14 @@ def _compare_rate(result: Calibration, name: str, asked: float | None, measured:
 def _measure_rtt(link: Link) -> tuple[list[float], float]:
     """Round trips of small echoes, and the median that the profile promises for them."""
     start_ns = link.backend.reset(outages=False)
-    kind = "udp" if link.backend.packets else "tcp"
-    count, interval_ms = _NUM_ECHOES, 12.0
-    if kind == "tcp":  # one by one: keep long links short
-        count, interval_ms = min(count, max(5, int(2000 / max(1.0, link.profile.rtt_ms)))), 2.0
-    arguments = ("rtt", kind, *_endpoint(link, _ECHO_PORT), str(count), str(interval_ms))
-    result = _finish(link.popen_client(_probe(*arguments), stdout=subprocess.PIPE, text=True))
     expected_ms = link.profile.rtt_ms
-    if link.traces and link.backend.packets and result["sent_ns"]:
+    if link.backend.packets:
+        command = probe_command("ping", link.server_host, str(_NUM_ECHOES), "12")
+    else:  # one by one: keep long links short
+        count = min(_NUM_ECHOES, max(5, int(2000 / max(1.0, expected_ms))))
+        command = probe_command("tcp-ping", *link.server_address.split(":"), str(count))
+    result = _finish(link.popen_client(command, stdout=subprocess.PIPE, text=True))
+    if link.traces and result["sent_ns"]:
         expected_ms = _expected_trace_rtt_ms(link, start_ns, result["sent_ns"])
     return result["rtt_ms"], expected_ms
 
@@ -124,7 +122,7 @@ def _expected_trace_rtt_ms(link: Link, start_ns: int, sent_ns: Sequence[int]) ->
         Lane(direction, seed=0, name=side, start_ns=start_ns, trace_ms=link.traces.get(side))
         for side, direction in (("up", link.profile.up), ("down", link.profile.down))
     )
-    size = 40  # bytes of an echo with its headers
+    size = 28  # bytes of an echo with its headers
     rtts_ms = []
     for sent in sent_ns:
         middle = up.transmitter.depart(sent, size) + link.profile.up.delay_ms * NS_PER_MS
@@ -133,8 +131,17 @@ def _expected_trace_rtt_ms(link: Link, start_ns: int, sent_ns: Sequence[int]) ->
     return statistics.median(rtts_ms)
 
 
+def _best_train(link: Link, side: str) -> tuple[float | None, float | None]:
+    """Up to three trains: a busy machine may send one too slowly, which says nothing of the link."""
+    for _ in range(3):
+        asked, measured = _measure_train(link, side)
+        if asked is None or (measured and abs(measured - asked) <= RELATIVE_TOLERANCE * asked):
+            break
+    return asked, measured
+
+
 def _measure_train(link: Link, side: str) -> tuple[float | None, float | None]:
-    """(asked, measured) rate of a direction in Mbit/s, from a train sent faster than the link; (None, None) if unlimited.
+    """(asked, measured) rate of a direction in Mbit/s, from a train faster than the link; Nones if unlimited.
 
     With a trace, "asked" is what the trace allows in the very time that the train took.
     """
@@ -154,16 +161,25 @@ def _measure_train(link: Link, side: str) -> tuple[float | None, float | None]:
     else:
         return None, None
     num_packets = max(20, int(rate_mbit * _OVERDRIVE * 1e6 * duration_s / 8 / profile.mtu))
-    sender, receiver = (link.popen_client, link.popen_server) if side == "up" else (
-        link.popen_server,
-        link.popen_client,
+    sender, receiver = (
+        (link.popen_client, link.popen_server)
+        if side == "up"
+        else (
+            link.popen_server,
+            link.popen_client,
+        )
     )
     target = (link.client_host if side == "down" else link.server_host, str(_TRAIN_PORT))
-    idle_s = 0.5 + direction.jitter_ms / 1000
-    receive = _probe("train-receive", *target, str(duration_s + 5 + direction.delay_ms / 1000), str(idle_s))
+    gap_s = max(late - early for early, late in pairwise(link.traces.get(side, [0, 0]))) / 1000
+    idle_s = 0.5 + direction.jitter_ms / 1000 + gap_s
+    receive = probe_command(
+        "train-receive", *target, str(duration_s + 5 + direction.delay_ms / 1000 + gap_s), str(idle_s)
+    )
     receiving = receiver(receive, stdout=subprocess.PIPE, text=True)
     _read_line(receiving.stdout)
-    send = _probe("train-send", *target, str(rate_mbit * _OVERDRIVE), str(num_packets), str(profile.mtu))
+    send = probe_command(
+        "train-send", *target, str(rate_mbit * _OVERDRIVE), str(num_packets), str(profile.mtu)
+    )
     _finish(sender(send, stdout=subprocess.PIPE, text=True))
     train = _finish(receiving)
     took_ns = train["last_ns"] - train["first_ns"]
@@ -179,9 +195,9 @@ def _measure_train(link: Link, side: str) -> tuple[float | None, float | None]:
 def _measure_flow(link: Link, side: str, reports: IO[str]) -> float:
     """Goodput of one TCP flow in Mbit/s, once slow start is over."""
     link.backend.reset(outages=False)
-    seconds = min(6.0, max(1.0, 10 * link.profile.rtt_ms / 1000))
+    seconds = min(6.0, max(2.0, 10 * link.profile.rtt_ms / 1000))
     mode = "U" if side == "up" else "D"
-    command = _probe("flow", mode, *_endpoint(link, _ECHO_PORT), str(seconds))
+    command = probe_command("flow", mode, *_endpoint(link, _FLOW_PORT), str(seconds))
     client = link.popen_client(command, stdout=subprocess.PIPE, text=True)
     if mode == "D":
         return float(_finish(client)["tail_mbit"])
@@ -195,7 +211,7 @@ def _measure_flow(link: Link, side: str, reports: IO[str]) -> float:
 def _probe_server(link: Link) -> Iterator[IO[str]]:
     """The answering end; yields the stream of its reports."""
     host, port = link.listen_address.rsplit(":", 1)
-    command = _probe("serve", host, str(_ECHO_PORT) if link.backend.packets else port)
+    command = probe_command("serve", host, str(_FLOW_PORT) if link.backend.packets else port)
     server = link.popen_server(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
@@ -209,10 +225,6 @@ def _probe_server(link: Link) -> Iterator[IO[str]]:
 def _endpoint(link: Link, packet_port: int) -> tuple[str, str]:
     host, port = link.server_address.rsplit(":", 1)
     return host, str(packet_port) if link.backend.packets else port
-
-
-def _probe(*arguments: str) -> list[str]:
-    return [sys.executable, "-I", "-S", str(Path(__file__).parent / "probe.py"), *arguments]
 
 
 def _read_line(stream: IO[str] | None) -> str:

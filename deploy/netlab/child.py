@@ -24,7 +24,12 @@ class Child:
 
     def __init__(self, module: str, job: dict[str, Any]) -> None:
         self._lock = threading.Lock()
-        command = [sys.executable, "-c", _START.format(module=module), str(Path(__file__).resolve().parents[1])]
+        command = [
+            sys.executable,
+            "-c",
+            _START.format(module=module),
+            str(Path(__file__).resolve().parents[1]),
+        ]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -41,7 +41,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="netlab", description="An emulated link between two hosts on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="netlab", description="An emulated link between two hosts on this machine."
+    )
     actions = parser.add_subparsers(required=True, metavar="COMMAND")
     listing = actions.add_parser("profiles", help="list the profiles")
     listing.add_argument("--profiles", type=Path, default=PROFILES_FILE, metavar="FILE")
@@ -53,13 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     run = actions.add_parser(
         "run",
         help="run a command on the client's host",
-        description="{listen} and {server} in the commands stand for where the server listens and the client connects.",
+        description="{listen} and {server} in the commands stand for the address that the server listens on "
+        "and the one that the client connects to.",
     )
     run.set_defaults(action=_run)
     for action in (measure, run):
         action.add_argument("profile", metavar="PROFILE")
         action.add_argument("--profiles", type=Path, default=PROFILES_FILE, metavar="FILE")
-        action.add_argument("--traces", type=Path, metavar="DIR", help=f"trace files; default: ${TRACES_VARIABLE}")
+        action.add_argument(
+            "--traces", type=Path, metavar="DIR", help=f"trace files; default: ${TRACES_VARIABLE}"
+        )
         action.add_argument("--seed", type=int, default=0)
         action.add_argument("--backend", choices=BACKENDS, default="auto")
         action.add_argument("--port", type=int, default=50051, help="where the server listens; 0 picks one")
@@ -125,7 +130,11 @@ def _run(options: argparse.Namespace) -> int:
             server = link.popen_server(_fill(shlex.split(options.server), link))
             link.wait_until_listening(server)
             link.reset()
-        environment = {**os.environ, "NETLAB_SERVER": link.server_address, "NETLAB_PROFILE": link.profile.name}
+        environment = {
+            **os.environ,
+            "NETLAB_SERVER": link.server_address,
+            "NETLAB_PROFILE": link.profile.name,
+        }
         status = link.run_client(_fill(command, link), env=environment).returncode
         if options.json:
             record = {"calibration": link.calibration, "run": link.stats()}
@@ -135,5 +144,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _fill(command: Sequence[str], link: Link) -> list[str]:
     return [
-        word.replace("{listen}", link.listen_address).replace("{server}", link.server_address) for word in command
+        word.replace("{listen}", link.listen_address).replace("{server}", link.server_address)
+        for word in command
     ]

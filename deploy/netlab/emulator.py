@@ -1,7 +1,8 @@
 """The link process: two TUN devices in two namespaces, and packets that wait in between.
 
-Started by `tun_link.py`, which talks to it in JSON lines: it reads `{"do": "reset" | "stats" | "stop"}` and answers each
-with one line. When its standard input ends without a "stop" its owner has died: then it removes the namespaces itself.
+Started by `backends.py`, which talks to it in JSON lines: it reads `{"do": "reset" | "bare" | "stats" |
+"stop"}` and answers each but the last with one line. When its standard input ends without a "stop" its owner has died:
+then it removes the namespaces itself.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from netlab.lane import NS_PER_S, Lane, read_trace
-from netlab.profiles import Profile, parse_profile
+from netlab.profiles import Direction, Profile, parse_profile
 
 DEVICE = "link0"
 _TUNSETIFF = 0x400454CA
 _IFF_TUN_NO_PI = 0x0001 | 0x1000
 _CLONE_NEWNET = 0x40000000
 _PR_SET_TIMERSLACK = 29
-_READS_PER_TURN = 32  # packets read before deliveries are looked at again, so that a flood delays nothing much
+_READS_PER_TURN = (
+    32  # packets read before deliveries are looked at again, so that a flood delays nothing much
+)
 
 
 def open_tun(namespace_path: str) -> int:
@@ -65,16 +68,18 @@ def raise_priority() -> str:
 class Emulator:
     """The loop over both directions. `traces` maps "up" and "down" to opportunities, where there are any."""
 
-    def __init__(self, profile: Profile, seed: int, tuns: tuple[int, int], traces: dict[str, list[int]]) -> None:
+    def __init__(
+        self, profile: Profile, seed: int, tuns: tuple[int, int], traces: dict[str, list[int]]
+    ) -> None:
         self._profile = profile
         self._seed = seed
         self._traces = traces
         self._client, self._server = tuns
         self._unwritten = 0
-        self.reset(outages=False)
+        self.reset(outages=False, lead_ns=0)
 
-    def reset(self, *, outages: bool) -> dict[str, Any]:
-        """Forget every packet; draws, trace and outages begin anew, now. Returns the moment, for the calibration."""
+    def reset(self, *, outages: bool, lead_ns: int) -> dict[str, Any]:
+        """Forget every packet; draws, trace and outages begin anew, at the moment that is returned."""
         self._start_ns = time.monotonic_ns()
         self._cpu_start = time.process_time()
         up, down = (
@@ -85,12 +90,16 @@ class Emulator:
                 start_ns=self._start_ns,
                 outages=self._profile.outages if outages else None,
                 trace_ms=self._traces.get(name),
+                lead_ns=lead_ns,
             )
             for name, direction in (("up", self._profile.up), ("down", self._profile.down))
         )
+        self._connect(up, down)
+        return {"start_ns": self._start_ns}
+
+    def _connect(self, up: Lane, down: Lane) -> None:
         self._ways = {self._client: (up, self._server), self._server: (down, self._client)}
         self._lanes = {"up": up, "down": down}
-        return {"start_ns": self._start_ns}
 
     def stats(self) -> dict[str, Any]:
         """Counts of both directions, CPU use and lateness since the last reset."""
@@ -108,7 +117,9 @@ class Emulator:
             for name, lane in self._lanes.items()
         }
         num_packets = sum(lane.counts.num_offered for lane in self._lanes.values())
-        lateness = [sum(bins) for bins in zip(*(lane.counts.lateness for lane in self._lanes.values()), strict=True)]
+        lateness = [
+            sum(bins) for bins in zip(*(lane.counts.lateness for lane in self._lanes.values()), strict=True)
+        ]
         return {
             **lanes,
             "num_unwritten": self._unwritten,
@@ -153,13 +164,19 @@ class Emulator:
             for packet in lane.due(time.monotonic_ns()):
                 try:
                     os.write(sink, packet)
-                except OSError:  # the device is down, or its receiver has no room: the packet is lost, as on any host
+                except (
+                    OSError
+                ):  # the device is down, or its receiver has no room: the packet is lost, as on any host
                     self._unwritten += 1
 
     def _obey(self, order: dict[str, Any]) -> bool:
         match order["do"]:
             case "reset":
-                _say(self.reset(outages=order["outages"]))
+                _say(self.reset(outages=order["outages"], lead_ns=order["lead_ns"]))
+            case "bare":  # no delay and no limit: what remains is the link's own cost
+                bare = Direction(delay_ms=0)
+                self._connect(*(Lane(bare, seed=0, name=name, start_ns=0) for name in ("up", "down")))
+                _say({})
             case "stats":
                 _say(self.stats())
             case "stop":

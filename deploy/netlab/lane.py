@@ -2,8 +2,8 @@
 
 No sockets and no clock in here: time comes in as nanoseconds, so that every rule is tested without waiting.
 A packet goes through, in this order: outage -> random loss -> bursty loss -> queue limit -> rate or trace ->
-delay and jitter. Random numbers are drawn per packet offered, whatever happens to it, so that "packet n is lost" and
-"packet n has this jitter" depend on the seed and n alone.
+delay and jitter. Random numbers are drawn per packet offered, whatever happens to it, so that "packet n is
+lost" and "packet n has this jitter" depend on the seed and n alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -90,14 +91,14 @@ class ConstantRate:
 class TraceRate:
     """A mahimahi trace: each line is a millisecond at which 1,500 bytes may leave; the file repeats for ever.
 
-    As in mahimahi's LinkShell, small packets share an opportunity, a large one takes several, and an opportunity that
+    As in mahimahi's LinkShell, small packets share an opportunity, a large one takes several, and one that
     finds nothing waiting is lost. The last timestamp is the length of one turn.
     """
 
     def __init__(self, opportunities_ms: Sequence[int], start_ns: int, held: Schedule) -> None:
         if not opportunities_ms or opportunities_ms[-1] <= 0:
             raise ValueError("a trace needs at least one opportunity after 0 ms")
-        if any(late < early for early, late in zip(opportunities_ms, opportunities_ms[1:], strict=False)):
+        if any(late < early for early, late in pairwise(opportunities_ms)):
             raise ValueError("the timestamps of a trace must not fall")
         self._at = opportunities_ms
         self._period = opportunities_ms[-1]
@@ -189,6 +190,7 @@ class Lane:
         name: keeps the draws of the two directions apart.
         start_ns: when outages and the trace begin.
         trace_ms: opportunities, where the direction has a trace.
+        lead_ns: what the machinery around the lane takes for itself, taken off the delay.
     """
 
     def __init__(
@@ -200,9 +202,10 @@ class Lane:
         start_ns: int,
         outages: Outages | None = None,
         trace_ms: Sequence[int] | None = None,
+        lead_ns: int = 0,
     ) -> None:
         self.counts = LaneCounts()
-        self._delay_ns = int(direction.delay_ms * NS_PER_MS)
+        self._delay_ns = max(0, int(direction.delay_ms * NS_PER_MS) - lead_ns)
         self._jitter_ns = direction.jitter_ms * NS_PER_MS
         self._reorder = direction.reorder
         self._max_packets = direction.queue_packets or 1 << 60
@@ -215,7 +218,9 @@ class Lane:
         self._cuts = Schedule(outages if outages and not outages.hold else None, start_ns)
         held = Schedule(outages if outages and outages.hold else None, start_ns)
         self.transmitter: Transmitter = (
-            ConstantRate(direction.rate_mbit, held) if trace_ms is None else TraceRate(trace_ms, start_ns, held)
+            ConstantRate(direction.rate_mbit, held)
+            if trace_ms is None
+            else TraceRate(trace_ms, start_ns, held)
         )
         self._backlog: deque[tuple[int, int]] = deque()  # (departure, size) of what has not wholly left
         self._backlog_bytes = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import threading
 import time
@@ -13,7 +14,16 @@ from types import TracebackType
 from typing import Any
 
 from netlab import namespaces
-from netlab.backends import Backend, NetemBackend, RelayBackend, TunBackend, environment, free_port, has_netem, netem_lacks
+from netlab.backends import (
+    Backend,
+    NetemBackend,
+    RelayBackend,
+    TunBackend,
+    environment,
+    free_port,
+    has_netem,
+    netem_lacks,
+)
 from netlab.calibrate import calibrate
 from netlab.errors import LinkError
 from netlab.lane import read_trace
@@ -34,8 +44,8 @@ class Link:
     Args:
         profile: a profile, or the name of one in `profiles.toml`.
         seed: same seed, same fate for packet n of each direction.
-        backend: "auto" takes netem where the kernel has it and the profile fits, else the user-space link, else (no
-            privilege for namespaces) the relay; `cannot` then says what is missing.
+        backend: "auto" takes netem where the kernel has it and the profile fits, else the user-space link,
+            else (no privilege for namespaces) the relay; `cannot` then says what is missing.
         traces: folder of trace files; default: the environment variable SPECWIRE_TRACES.
         server_port: where the server will listen; 0 picks one.
         calibrated: measure on entry and refuse a link that misses its profile.
@@ -136,7 +146,7 @@ class Link:
         return self.backend.stats()
 
     def reset(self) -> None:
-        """Empty the link and begin its draws, trace and outages anew: each arm of an experiment gets the same link."""
+        """Empty the link; draws, trace and outages begin anew: each arm of an experiment gets one link."""
         self.backend.reset(outages=True)
 
     def popen_client(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
@@ -213,8 +223,6 @@ class Link:
         stopped_read, stopped_write = os.pipe()
 
         def watch() -> None:
-            import select
-
             if stopped_read not in select.select([pidfd, stopped_read], [], [])[0]:
                 self._failure = "The link process died."
                 for process in list(self._running):
@@ -236,7 +244,9 @@ class Link:
         if wanted != "relay":
             reason = namespaces.why_not()
             if reason is not None and wanted != "auto":
-                raise LinkError(f"No namespaces can be made here: {reason}", "Run as root, or choose the relay.")
+                raise LinkError(
+                    f"No namespaces can be made here: {reason}", "Run as root, or choose the relay."
+                )
             if reason is not None:
                 wanted = "relay"
         if wanted == "netem" and (lacks := netem_lacks(self.profile)):
@@ -249,7 +259,9 @@ class Link:
             return NetemBackend(self.profile, self.seed)
         if wanted == "tun":
             return TunBackend(self.profile, self.seed, files)
-        return RelayBackend(self.profile, (self.mean_rate_mbit("up"), self.mean_rate_mbit("down")), self._port)
+        return RelayBackend(
+            self.profile, (self.mean_rate_mbit("up"), self.mean_rate_mbit("down")), self._port
+        )
 
     def _trace_files(self) -> dict[str, Path]:
         sides = (("up", self.profile.up), ("down", self.profile.down))

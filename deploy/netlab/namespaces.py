@@ -74,7 +74,7 @@ def namespace_path(namespace: str) -> str:
 
 
 def inside(namespace: str, command: list[str]) -> list[str]:
-    """The command that runs `command` in a namespace; it becomes that command, so its process id is the same."""
+    """The command that runs `command` in a namespace, and becomes it: the process id is the same."""
     return [tool("ip", "iproute2"), "netns", "exec", namespace, *command]
 
 
@@ -99,8 +99,8 @@ def why_not() -> str | None:
 def namespace_pair() -> Iterator[str]:
     """Two empty namespaces with loopback up and no IPv6 chatter; yields the name of the pair.
 
-    Removes first what owners that died have left, and last what it made. A lock that the kernel gives back when a
-    process ends tells the living from the dead, whatever process ids they have.
+    Removes first what owners that died have left, and last what it made. A lock that the kernel gives back
+    when a process ends tells the living from the dead, whatever process ids they have.
     """
     sweep()
     pair = f"{PREFIX}{secrets.token_hex(4)}"
@@ -126,7 +126,7 @@ def sweep() -> list[str]:
 
 
 def remove_pair(pair: str) -> bool:
-    """Kill what runs in the two namespaces and delete them; True when there was one. Repeating it is harmless."""
+    """Kill what runs in the two namespaces and delete them; True when there was one. Safe to repeat."""
     found = False
     for namespace in (client_namespace(pair), server_namespace(pair)):
         if not Path(namespace_path(namespace)).exists():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`python deploy/netlab/netlab.py profiles | calibrate PROFILE | run PROFILE -- CMD` (any Python 3.11, nothing else)."""
+"""`python deploy/netlab/netlab.py profiles | calibrate PROFILE | run PROFILE -- CMD`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The two ends of a calibration, each run as a process on its host; results are JSON lines on standard output.
+"""The two ends of a calibration, each run as a process on its host; results are JSON lines on stdout.
 
-`serve` answers echoes and bulk flows; the other roles are the active ends. No package needed, not even this one.
+`serve` answers echoes and bulk flows; the other roles are the active ends. No package needed, not even ours.
 """
 
 from __future__ import annotations
@@ -11,24 +11,17 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-_ECHO = struct.Struct("!IQ")  # number, time sent in ns
+_SO_TIMESTAMPNS = 35
+_ECHO_IDENTIFIER = 77
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _BLOCK = bytes(65_536)
 
 
 def serve(host: str, port: str) -> None:
-    """Echo UDP; on TCP: "E" echo, "U" + seconds receive and report, "D" send until the other end has enough."""
-    datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    datagrams.bind((host, int(port)))
-
-    def echo() -> None:
-        while True:
-            data, sender = datagrams.recvfrom(2048)
-            datagrams.sendto(data, sender)
-
-    threading.Thread(target=echo, daemon=True).start()
+    """Answer TCP: "E" echoes, "U" + seconds receives and reports, "D" sends until the other has enough."""
     listener = socket.create_server((host, int(port)))
     _say({"ready": True})
     while True:
@@ -49,40 +42,57 @@ def _answer(connection: socket.socket) -> None:
             connection.sendall(data)
 
 
-def rtt(kind: str, host: str, port: str, count: str, interval_ms: str) -> None:
-    """Send `count` echoes, one each `interval_ms`, without waiting for answers ("udp") or one by one ("tcp")."""
+def ping(host: str, count: str, interval_ms: str) -> None:
+    """ICMP echoes, one each `interval_ms`, answers not awaited, stamped by the kernel as they come back.
+
+    Answers come from the other host's kernel: nobody's wake-up is counted but the link's.
+    """
     total, interval_s = int(count), float(interval_ms) / 1000
-    results: list[tuple[int, float]] = []
-    if kind == "tcp":
-        with socket.create_connection((host, int(port))) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(struct.pack("!cd", b"E", 0.0))
-            for number in range(total):
-                sent_ns = time.monotonic_ns()
-                connection.sendall(_ECHO.pack(number, sent_ns))
-                connection.recv(_ECHO.size, socket.MSG_WAITALL)
-                results.append((sent_ns, (time.monotonic_ns() - sent_ns) / 1e6))
-                time.sleep(interval_s)
-    else:
-        datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        datagrams.connect((host, int(port)))
+    sent_ns: dict[int, tuple[int, int]] = {}  # number -> (monotonic, wall clock)
+    results: dict[int, float] = {}
+    echoes = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+    echoes.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+    echoes.connect((host, 0))
 
-        def send() -> None:
-            for number in range(total):
-                datagrams.send(_ECHO.pack(number, time.monotonic_ns()))
-                time.sleep(interval_s)
+    def send() -> None:
+        for number in range(total):
+            sent_ns[number] = time.monotonic_ns(), time.time_ns()
+            echoes.send(_echo_request(number))
+            time.sleep(interval_s)
 
-        sender = threading.Thread(target=send, daemon=True)
-        sender.start()
-        datagrams.settimeout(3.0)
-        with suppress(TimeoutError):
-            while len(results) < total:
-                data = datagrams.recv(2048)
-                number, sent_ns = _ECHO.unpack(data)
-                results.append((sent_ns, (time.monotonic_ns() - sent_ns) / 1e6))
-                if number == total - 1:
-                    datagrams.settimeout(0.5)
-    _say({"num_sent": total, "sent_ns": [sent for sent, _ in results], "rtt_ms": [ms for _, ms in results]})
+    threading.Thread(target=send, daemon=True).start()
+    echoes.settimeout(3.0)
+    with suppress(TimeoutError):
+        while len(results) < total:
+            packet, ancillary, _, _ = echoes.recvmsg(2048, 256)
+            kind, _, _, identifier, number = struct.unpack_from("!BBHHH", packet, 20)
+            if kind != 0 or identifier != _ECHO_IDENTIFIER or number not in sent_ns:
+                continue
+            seconds, ns = struct.unpack("ll", ancillary[0][2])
+            results[number] = (seconds * 10**9 + ns - sent_ns[number][1]) / 1e6
+            if number == total - 1:
+                echoes.settimeout(0.3)
+    _say({"num_sent": total, "sent_ns": [sent_ns[n][0] for n in results], "rtt_ms": list(results.values())})
+
+
+def _echo_request(number: int) -> bytes:
+    """An ICMP echo request; the checksum is as RFC 792 says."""
+    total = (8 << 8) + _ECHO_IDENTIFIER + number
+    return struct.pack("!BBHHH", 8, 0, ~(total + (total >> 16)) & 0xFFFF, _ECHO_IDENTIFIER, number)
+
+
+def tcp_ping(host: str, port: str, count: str) -> None:
+    """Round trips of small messages over one TCP connection, one by one."""
+    results = []
+    with socket.create_connection((host, int(port))) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(struct.pack("!cd", b"E", 0.0))
+        for _ in range(int(count)):
+            start_ns = time.monotonic_ns()
+            connection.sendall(bytes(8))
+            connection.recv(8, socket.MSG_WAITALL)
+            results.append((time.monotonic_ns() - start_ns) / 1e6)
+    _say({"num_sent": int(count), "sent_ns": [], "rtt_ms": results})
 
 
 def train_receive(host: str, port: str, first_s: str, idle_s: str) -> None:
@@ -125,9 +135,13 @@ def train_send(host: str, port: str, mbit: str, packets: str, size: str) -> None
     per_packet_s = int(size) * 8e-6 / float(mbit)
     start = time.monotonic()
     for number in range(int(packets)):
-        while (ahead_s := start + number * per_packet_s - time.monotonic()) > 0:
+        ahead_s = start + number * per_packet_s - time.monotonic()
+        if (
+            ahead_s > 1e-3
+        ):  # in bursts of a millisecond: a sleep for each packet could not keep up with fast links
             time.sleep(ahead_s)
-        datagrams.send(number.to_bytes(4, "big") + body)
+        with suppress(ConnectionRefusedError):  # the receiver has seen enough
+            datagrams.send(number.to_bytes(4, "big") + body)
     _say({"num_sent": int(packets)})
 
 
@@ -165,11 +179,18 @@ def _receive_flow(connection: socket.socket, seconds: float) -> dict[str, float]
     return {"mbit": total * 8e-6 / (now - start), "tail_mbit": tail * 8e-6 / (now - start - seconds / 2)}
 
 
-def _say(answer: dict[str, object]) -> None:
+def _say(answer: Mapping[str, object]) -> None:
     print(json.dumps(answer), flush=True)
 
 
-ROLES = {"serve": serve, "rtt": rtt, "train-receive": train_receive, "train-send": train_send, "flow": flow}
+ROLES: dict[str, Callable[..., None]] = {
+    "serve": serve,
+    "ping": ping,
+    "tcp-ping": tcp_ping,
+    "train-receive": train_receive,
+    "train-send": train_send,
+    "flow": flow,
+}
 
 if __name__ == "__main__":
     ROLES[sys.argv[1]](*sys.argv[2:])

@@ -40,8 +40,8 @@ class BurstLoss:
 class Outages:
     """Scheduled times without service, such as the handover of a low-orbit satellite.
 
-    `hold`: the sender keeps its packets until service returns (its queue may overflow); otherwise what arrives
-    in an outage is lost.
+    `hold`: the sender keeps its packets until service returns (its queue may overflow); otherwise what
+    arrives in an outage is lost.
     """
 
     every_s: float
@@ -103,7 +103,7 @@ class Profile:
 
     def to_table(self) -> dict[str, Any]:
         """The table that `parse_profile` turns back into this profile."""
-        table = _without_none(dataclasses.asdict(self))
+        table: dict[str, Any] = _without_none(dataclasses.asdict(self))
         del table["name"]
         return table
 
@@ -150,7 +150,9 @@ def _known(kind: Any, table: Mapping[str, Any], where: str) -> Mapping[str, Any]
     names = {field.name for field in dataclasses.fields(kind)}
     unknown = sorted(set(table) - names)
     if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r}{f' in {where}' if where else ''}; known: {sorted(names)}")
+        raise ValueError(
+            f"unknown key {unknown[0]!r}{f' in {where}' if where else ''}; known: {sorted(names)}"
+        )
     return table
 
 
