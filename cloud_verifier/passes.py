@@ -203,7 +203,7 @@ class PassRunner:
         before = len(session.committed)
         reply: Verdict | Tokens
         if isinstance(message, DraftBlock):
-            lossy = VERIFICATIONS[session.request.verification].lossy
+            lossy = is_lossy(session.request.verification)
             reply = verdict = session.commit_verdict(message, outcome, timing, lossy)
             continues = message.more and verdict.num_accepted == len(message.tokens)
         else:
@@ -225,6 +225,11 @@ class PassRunner:
         return reply
 
 
+def is_lossy(verification: str) -> bool:
+    """Whether the rule does not keep the target's distribution."""
+    return bool(getattr(VERIFICATIONS[verification], "lossy", False))
+
+
 def _whole_reply(reply: Verdict | Tokens, step: Step) -> Verdict | Tokens:
     """What a repeated step is answered with: for Generate, all that it wrote, in one message."""
     return replace(reply, tokens=tuple(step.written)) if isinstance(reply, Tokens) else reply
@@ -242,6 +247,7 @@ def _block_input(work: Work) -> BlockInput:
         rule=session.request.verification,
         base_len=len(session.committed),
         more=isinstance(message, DraftBlock) and message.more and len(work.drafted) == len(message.tokens),
+        logprobs=session.request.logprobs,
     )
 
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from pathlib import Path
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cloud_verifier.auth import Authenticator
 from cloud_verifier.engine import Engine
-from cloud_verifier.passes import StepEmulation
+from cloud_verifier.passes import StepEmulation, is_lossy
 from cloud_verifier.registry import EngineLimits
 from cloud_verifier.scheduler import Budget
 from cloud_verifier.service import VerifierService
@@ -50,14 +51,15 @@ class ServerConfig:
 
 
 def exact_verifications() -> tuple[str, ...]:
-    return tuple(name for name, rule in VERIFICATIONS.items() if not rule.lossy)
+    return tuple(name for name in VERIFICATIONS if not is_lossy(name))
 
 
 def make_describe(model: TargetModel, engine: Engine, config: ServerConfig) -> Callable[[], Description]:
     """What this verifier offers; only the load changes from call to call."""
+    name = Path(model.name).name  # clients need not know where the operator keeps it
     fixed = Description(
-        model=model.name,
-        tokenizer=tokenizer_identity(model.tokenizer_json, model.name),
+        model=name,
+        tokenizer=tokenizer_identity(model.tokenizer_json, name),
         codecs=tuple(CODECS),
         verifications=config.verifications or exact_verifications(),
         limits=Limits(
