@@ -73,6 +73,7 @@ class Drafter:
         self._eos_ids = frozenset(eos_ids)
         self._sampling = SamplingParams()
         self._limit = 0
+        self._begun: list[tuple[int, int]] = []  # (KV length, prompt length) at the start of each answer
         self._ended = False  # the last drafted token ends the answer
         self._blind = False  # the model cannot read what is committed
 
@@ -81,13 +82,20 @@ class Drafter:
         return self._model.kv_len
 
     def begin(self, tokens: Sequence[int], sampling: SamplingParams, limit: int) -> None:
-        """Starts an answer after `tokens` that ends at `limit` tokens; keeps the KV of a common beginning."""
+        """Starts an answer after `tokens` that ends at `limit` tokens, on the KV of what they share.
+
+        A low-precision model gives slightly different keys for the same token read alone and in a
+        group. So that the same seed gives the same text again, an answer that is written anew starts
+        from where it started the first time, not from all that happens to be known.
+        """
         known = self.sequence[: self._model.kv_len]
-        common = next((i for i, (a, b) in enumerate(zip(known, tokens, strict=False)) if a != b), None)
-        if common is None:
-            common = min(len(known), len(tokens))
-        # One token at least has to be fed, since its logits are needed.
-        self._model.rollback(min(common, max(len(tokens) - 1, 0)))
+        differing = (i for i, (a, b) in enumerate(zip(known, tokens, strict=False)) if a != b)
+        common = next(differing, min(len(known), len(tokens)))
+        start = min(common, max(len(tokens) - 1, 0))  # the logits of the last token are needed
+        while self._begun and not self._begun[-1][1] <= min(common, len(tokens) - 1):
+            start = min(start, self._begun.pop()[0])
+        self._begun.append((start, len(tokens)))
+        self._model.rollback(start)
         self.sequence = list(tokens)
         self._sampling, self._limit = sampling, limit
         self._ended = self._blind = False

@@ -235,11 +235,13 @@ class _Loop:
         if room:
             # The bonus token is the last one, so one less needs drafting.
             num_tokens = min(max(plan.k, 1), self._session.max_block, room, max(remaining - 1, 1))
+            started = time.perf_counter()
             block = await self._draft(num_tokens)
+            if block is None:  # a rejection came, or the draft cannot go on
+                self._share.draft += time.perf_counter() - started
+                return
         else:
             block = self._drafter.guess()
-        if block is None:
-            return  # a rejection came, or the draft cannot go on
         self._share.draft += block.draft_s
         self._share.codec += block.codec_s
         left = self._limit - len(self._drafter.sequence)

@@ -113,6 +113,7 @@ class RemoteSession:
         self._ready: deque[Reply] = deque()
         self._leaving = False
         self._lock = asyncio.Lock()
+        self._deadline: asyncio.Timeout | None = None
 
     async def __aenter__(self) -> Self:
         """Connects and sends Open, but does not wait for the answer: the first block may follow at once.
@@ -145,6 +146,9 @@ class RemoteSession:
             pending = _Pending(_numbered(request, self._next_step, self._epoch), time.perf_counter())
             self._next_step += 1
             self._pending.append(pending)
+            if self._deadline is not None and not self._deadline.expired():
+                now = asyncio.get_running_loop().time()
+                self._deadline.reschedule(now + self._verifier.patience.answer)
             if self._leaving and len(self._pending) == 1:
                 await self._move()
             if not self._leaving and not pending.written:
@@ -191,7 +195,7 @@ class RemoteSession:
             raise DisconnectedError(FaultKind.UNAVAILABLE, "The session is not connected.", "Try again.")
         patience = self._verifier.patience.answer
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(patience if self._pending else None) as self._deadline:
                 message, num_bytes = await self._stream.read()
         except TimeoutError:
             raise UnansweredError(
@@ -199,6 +203,8 @@ class RemoteSession:
                 f"The verifier at {self.address} has not answered for {patience:g} s.",
                 "Try again, or check whether it is overloaded.",
             ) from None
+        finally:
+            self._deadline = None
         self.traffic.down_bytes += num_bytes
         if isinstance(message, SpecwireError):
             raise message
