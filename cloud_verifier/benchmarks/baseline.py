@@ -12,16 +12,20 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An answer and when its tokens came, in seconds after the request."""
+    """An answer and when its tokens came, in seconds after the request.
+
+    `num_first` tokens came together at `first_token_s`.
+    """
 
     tokens: tuple[int, ...]
     first_token_s: float
     last_token_s: float
+    num_first: int = 1
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the first over the time after the first."""
-        return (len(self.tokens) - 1) / (self.last_token_s - self.first_token_s)
+        """Tokens after the first arrival over the time after it: the prompt's cost is not in it."""
+        return (len(self.tokens) - self.num_first) / (self.last_token_s - self.first_token_s)
 
     @property
     def answer_tokens_per_s(self) -> float:

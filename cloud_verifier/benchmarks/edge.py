@@ -1,0 +1,79 @@
+"""An edge client inside a benchmark: one draft model, one verifier, timed answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from cloud_verifier.benchmarks.baseline import Timed
+from edge_client.connection import Verifier
+from edge_client.controller import Controller
+from edge_client.draft_model import DraftModel
+from edge_client.generate import Conversation, SessionSettings
+from edge_client.manifest import TOKENIZER_NAME
+from edge_client.results import Emission, Result
+from shared.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """An answer with the times of its tokens and all that the client counted."""
+
+    timed: Timed
+    result: Result
+    emissions: tuple[Emission, ...]
+    arrivals_s: tuple[float, ...]  # of each emission, after the request
+
+
+class BenchEdge:
+    """Drafts for one verifier at `address`. Every answer is a session of its own.
+
+    `eos_ids` are empty, so that every answer has exactly the length asked for.
+    """
+
+    def __init__(self, draft: Path, address: str, *, threads: int = 0) -> None:
+        self.model = DraftModel.load(draft, threads=threads)
+        self._draft = draft
+        self._verifier = Verifier([address], tls=None)
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self._draft / TOKENIZER_NAME))
+
+    async def answer(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        sampling: SamplingParams,
+        controller: Controller,
+        codec: str = "lattice",
+        verification: str = "token",
+        drafting: bool = True,
+    ) -> TimedAnswer:
+        settings = SessionSettings(
+            self.model.manifest.tokenizer, (), codec=codec, verification=verification, client="bench"
+        )
+        description = await self._verifier.describe()
+        emissions: list[Emission] = []
+        arrivals: list[float] = []
+        async with Conversation(
+            self._verifier, description, self.model if drafting else None, settings
+        ) as conversation:
+            started = time.perf_counter()
+            async for event in conversation.answer(
+                prompt, sampling=sampling, max_new_tokens=max_new_tokens, controller=controller
+            ):
+                if isinstance(event, Emission):
+                    arrivals.append(time.perf_counter() - started)
+                    emissions.append(event)
+                else:
+                    result: Result = event
+        timed = Timed(result.tokens, arrivals[0], arrivals[-1], len(emissions[0].tokens))
+        return TimedAnswer(timed, result, tuple(emissions), tuple(arrivals))
+
+    async def close(self) -> None:
+        await self._verifier.__aexit__(None, None, None)
