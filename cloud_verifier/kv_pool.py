@@ -7,6 +7,7 @@ Reference counts say who still needs a slot. One thread owns the pool; nothing h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ class KvPool:
         self._num_free = num_slots
 
         def store(layer: LayerShape, dim: int) -> torch.Tensor:
-            return torch.zeros(num_slots + 1, layer.num_kv_heads, dim, dtype=dtype, device=device)
+            return _zeros((num_slots + 1, layer.num_kv_heads, dim), dtype, torch.device(device))
 
         self.keys = [store(layer, layer.key_dim) for layer in layers]
         self.values = [store(layer, layer.value_dim) for layer in layers]
@@ -155,3 +156,11 @@ class KvPool:
         taken = longest_first[: int(np.searchsorted(np.cumsum(lengths[longest_first]), num)) + 1]
         runs = [np.arange(starts[i], starts[i] + lengths[i], dtype=np.int64) for i in taken]
         return np.concatenate(runs)[:num] if runs else np.empty(0, dtype=np.int64)
+
+
+def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take memory only once they are written: on a CPU torch.zeros would touch every page."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    lazy = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(lazy).view(dtype).view(shape)
