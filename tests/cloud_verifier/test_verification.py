@@ -1,0 +1,222 @@
+"""The torch rules against the oracle, block by block, with the same draws."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from cloud_verifier.verification import VERIFICATIONS, BlockInput, get_verification, judge
+from shared import reference
+from shared.codecs import Distributions, get_codec
+from shared.faults import FaultKind, SpecwireError
+from shared.messages import SamplingParams
+from shared.randomness import Purpose, random_words
+from shared.sampling import is_greedy, probabilities
+
+ORACLES = {"token": reference.token_wise}
+
+
+@dataclass(frozen=True)
+class Nudged(reference.CounterDraws):
+    """The block's draws, moved by less than float32 rounding can move a probability."""
+
+    by: float = 0.0
+
+    def _uniform(self, purpose, index):
+        return min(max(reference.CounterDraws._uniform(self, purpose, index) + self.by, 0.0), 1 - 2**-53)
+
+
+def oracle(rows, block, by=0.0):
+    """The oracle's judgement of `block` on float32 logits [K + 1, V]."""
+    p = np.array([probabilities(row, block.sampling) for row in rows], np.float64)
+    if block.rule == "greedy" or is_greedy(block.sampling):
+        return reference.greedy(block.tokens, rows, more=block.more and bool(block.tokens))
+    q = np.zeros((0, rows.shape[1])) if block.q is None else block.q.dense(rows.shape[1])
+    more = block.more and bool(block.tokens)
+    draws = Nudged(block.sampling.seed, block.base_len, by)
+    return ORACLES[block.rule](block.tokens, q, p, draws, more=more)
+
+
+def random_sampling(rng):
+    return SamplingParams(
+        temperature=float(rng.choice([0.0, 0.5, 1.0, 1.5])),
+        top_k=int(rng.choice([0, 0, 3, 20])),
+        top_p=float(rng.choice([1.0, 1.0, 0.9, 0.4])),
+        min_p=float(rng.choice([0.0, 0.0, 0.05])),
+        seed=int(rng.integers(2**63)),
+    )
+
+
+def random_block(rng, vocab_size, rule, max_drafted=6):
+    """(float32 logits [K + 1, V], block): the draft resembles the target, as drafts do."""
+    num_drafted = int(rng.integers(0, max_drafted + 1))
+    sampling = random_sampling(rng)
+    logits = rng.normal(0, 2, (num_drafted + 1, vocab_size)).astype(np.float32)
+    if rng.random() < 0.2:
+        logits = np.round(logits)
+    logits[:, rng.random(vocab_size) < 0.1] = -np.inf
+    logits[:, 0] = 0.0
+    base_len = int(rng.integers(1, 3000))
+    noise = float(rng.choice([0.0, 0.3, 2.0]))
+    codec = get_codec(str(rng.choice(["lattice", "dense_f32"])))
+    rows, tokens = [], []
+    for i in range(num_drafted):
+        drafted = logits[i] + rng.normal(0, noise, vocab_size).astype(np.float32)
+        row = codec.quantise(probabilities(drafted, sampling))
+        rows.append(row)
+        tokens.append(row.sample(int(random_words(sampling.seed, Purpose.DRAFT, base_len + i, base_len))))
+    q = codec.decode(codec.encode(rows, vocab_size), num_drafted, vocab_size)
+    more = bool(rng.random() < 0.3)
+    return logits, BlockInput(tuple(tokens), q, sampling, rule, base_len, more)
+
+
+def random_batch(rng, rules, vocab_size):
+    parts = [random_block(rng, vocab_size, str(rng.choice(rules))) for _ in range(rng.integers(1, 9))]
+    return np.concatenate([rows for rows, _ in parts]), [block for _, block in parts]
+
+
+@pytest.mark.parametrize("total", [400, pytest.param(6000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rules", [[name] for name in VERIFICATIONS] + [list(VERIFICATIONS)])
+def test_equals_the_oracle_on_random_ragged_batches(rules, dtype, total):
+    rng = np.random.default_rng(len(rules) * 10 + (dtype is torch.bfloat16))
+    num_blocks = num_borderline = num_accepted = 0
+    while num_blocks < total:
+        logits, blocks = random_batch(rng, rules, int(rng.choice([2, 7, 60, 300])))
+        passed = torch.from_numpy(logits).to(dtype)
+        judged_rows = passed.float().numpy()
+        row = 0
+        for block, outcome in zip(blocks, judge(passed, blocks), strict=True):
+            rows = judged_rows[row : row + len(block.tokens) + 1]
+            row += len(rows)
+            assert outcome.fault is None
+            actual = reference.Judgement(outcome.num_accepted, outcome.tokens)
+            if actual != oracle(rows, block):
+                # Only a draw that stands within rounding of a boundary may fall on its other side.
+                num_borderline += 1
+                assert actual in (oracle(rows, block, -1e-5), oracle(rows, block, 1e-5)), block
+            num_blocks += 1
+            num_accepted += outcome.num_accepted
+    assert num_borderline <= num_blocks // 200
+    assert num_accepted > num_blocks // 2
+
+
+def flat(num_rows, vocab_size=4):
+    return torch.zeros(num_rows, vocab_size)
+
+
+def uniform_q(num_rows, vocab_size=4):
+    row = get_codec("lattice").quantise(np.full(vocab_size, 1 / vocab_size, np.float32))
+    return Distributions.from_rows([row] * num_rows)
+
+
+SAMPLED = SamplingParams(temperature=1.0, seed=3)
+
+
+@pytest.mark.parametrize("rule", VERIFICATIONS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_fault_their_own_block_only(rule, bad):
+    blocks = [BlockInput((0, 1), uniform_q(2), SAMPLED, rule, 5 + i) for i in range(3)]
+    logits = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    expected = judge(logits, blocks)
+    logits[4, 2] = bad
+    actual = judge(logits, blocks)
+    assert actual[1].fault is not None
+    assert actual[1].fault.kind is FaultKind.NOT_FINITE
+    assert [actual[0], actual[2]] == [expected[0], expected[2]]
+
+
+@pytest.mark.parametrize("rule", VERIFICATIONS)
+def test_equal_distributions_accept_everything(rule):
+    sampling = SamplingParams(temperature=0.0) if rule == "greedy" else SAMPLED
+    blocks = [BlockInput((0, 0, 0), uniform_q(3), replace(sampling, seed=i), rule, 5) for i in range(50)]
+    assert all(outcome.num_accepted == 3 for outcome in judge(flat(200), blocks))
+
+
+def test_a_forbidden_token_is_rejected_whatever_the_draw(monkeypatch):
+    monkeypatch.setattr(
+        "cloud_verifier.verification.batch.uniforms",
+        lambda seeds, purpose, positions, bases: np.zeros(len(positions)),
+    )
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, 0.0]] * 2)
+    outcome = judge(logits, [BlockInput((0,), uniform_q(1), SAMPLED, "token", 5)])[0]
+    assert (outcome.num_accepted, outcome.tokens) == (0, (1,))
+
+
+@pytest.mark.parametrize("rule", VERIFICATIONS)
+def test_a_block_is_judged_alike_alone_and_in_any_company(rule):
+    rng = np.random.default_rng(8)
+    parts = [random_block(rng, 50, rule) for _ in range(6)]
+    together = judge(torch.from_numpy(np.concatenate([rows for rows, _ in parts])), [b for _, b in parts])
+    alone = [judge(torch.from_numpy(rows), [block])[0] for rows, block in parts]
+    assert together == alone
+
+
+@pytest.mark.parametrize("rule", VERIFICATIONS)
+def test_cloud_only_writing_and_more_blocks(rule):
+    logits = torch.zeros(5, 4)
+    logits[:, 2] = 60.0
+    q = Distributions.from_rows([get_codec("lattice").quantise(np.array([0, 0, 1, 0], np.float32))] * 2)
+    alone = BlockInput((), None, SAMPLED, rule, 5)
+    full = BlockInput((2, 2), q, SAMPLED, rule, 5, more=True)
+    # `more` promises another block; it takes nothing away from writing one token alone.
+    lone_more = replace(alone, more=True)
+    outcomes = judge(logits, [alone, full, lone_more])
+    assert [(o.num_accepted, o.tokens) for o in outcomes] == [(0, (2,)), (2, ()), (0, (2,))]
+
+
+def test_no_block_at_all():
+    assert judge(torch.zeros(0, 4), []) == []
+    with pytest.raises(ValueError, match="2 rows"):
+        judge(torch.zeros(3, 4), [BlockInput((1,), uniform_q(1), SAMPLED, "token", 5)])
+
+
+@pytest.mark.parametrize(
+    ("block", "kind"),
+    [
+        (BlockInput((1,), None, SAMPLED, "token", 5), FaultKind.BAD_PAYLOAD),
+        (BlockInput((1,), uniform_q(2), SAMPLED, "token", 5), FaultKind.BAD_PAYLOAD),
+        (BlockInput((4,), uniform_q(1), SAMPLED, "token", 5), FaultKind.BAD_TOKENS),
+        (BlockInput((-1,), uniform_q(1), SAMPLED, "greedy", 5), FaultKind.BAD_TOKENS),
+        (BlockInput((1,), uniform_q(1), SAMPLED, "coin_toss", 5), FaultKind.UNKNOWN_VERIFICATION),
+        (
+            BlockInput((1,), Distributions.from_rows([uniform_q(1, 1).row(0)]), SAMPLED, "token", 5),
+            FaultKind.BAD_TOKENS,
+        ),
+    ],
+)
+def test_a_block_that_cannot_be_judged_is_faulted_alone(block, kind):
+    good = BlockInput((1,), uniform_q(1), SAMPLED, "token", 5)
+    outcomes = judge(flat(6), [good, block, good])
+    assert outcomes[1].fault is not None
+    assert outcomes[1].fault.kind is kind
+    assert outcomes[0] == outcomes[2]
+    assert outcomes[0].fault is None
+
+
+def test_the_table_names_what_it_knows():
+    assert set(VERIFICATIONS) >= {"token", "greedy"}
+    with pytest.raises(SpecwireError, match="token"):
+        get_verification("coin_toss")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_the_targets_own_at_temperature_one(dtype):
+    rng = np.random.default_rng(4)
+    logits = torch.from_numpy(rng.normal(0, 3, (8, 30)).astype(np.float32)).to(dtype)
+    best = logits.float().argmax(dim=1).tolist()
+    cold = SamplingParams(temperature=0.0, top_k=2)
+    accepted = BlockInput((best[0], best[1]), None, cold, "greedy", 5, logprobs=3)
+    rejected = BlockInput((best[3], (best[4] + 1) % 30), None, cold, "greedy", 5, logprobs=1)
+    silent = BlockInput((best[6],), None, cold, "greedy", 5, more=True)
+    outcomes = judge(logits, [accepted, rejected, silent])
+    expected = logits.double().log_softmax(dim=1)
+    assert outcomes[2].logprobs is None
+    for outcome, block, start in zip(outcomes[:2], (accepted, rejected), (0, 3), strict=True):
+        emitted = block.tokens[: outcome.num_accepted] + outcome.tokens
+        assert tuple(line[0] for line in outcome.logprobs.ids) == emitted
+        for i, (ids, values) in enumerate(zip(outcome.logprobs.ids, outcome.logprobs.values, strict=True)):
+            assert len(ids) == len(values) == block.logprobs
+            np.testing.assert_allclose(values, expected[start + i][list(ids)], atol=1e-5)
+            assert list(ids[1:]) == expected[start + i].topk(block.logprobs - 1).indices.tolist()
