@@ -94,7 +94,7 @@ class Verifier:
         failure: SpecwireError | None = None
         for address in self.addresses:
             try:
-                return await self._describe(address)
+                return await self.describe_at(address)
             except DisconnectedError as error:
                 failure = error
         raise failure or RuntimeError("no addresses")
@@ -123,10 +123,10 @@ class Verifier:
         """Seconds that one small request takes there and back."""
         await self._ready(address)
         started = time.perf_counter()
-        await self._describe(address)
+        await self.describe_at(address)
         return time.perf_counter() - started
 
-    async def _describe(self, address: str) -> Description:
+    async def describe_at(self, address: str) -> Description:
         channel = await self._ready(address)
         call = _stub(channel).Describe(
             pb.DescribeRequest(), metadata=self._metadata(), timeout=self.patience.connect

@@ -1,0 +1,344 @@
+"""`edge-client`: write with a draft model on this device and a target model in the cloud.
+
+Only what the help needs is imported at the top; everything heavy waits until a command runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared.config import apply_config
+from shared.faults import FaultKind, SpecwireError
+
+if TYPE_CHECKING:
+    from edge_client.startup import Options
+
+# Exit codes, for scripts.
+WRONG, USAGE, TRY_LATER, INTERRUPTED = 1, 2, 3, 130
+_TRY_LATER = frozenset({FaultKind.UNAVAILABLE, FaultKind.TIMED_OUT, FaultKind.OVERLOADED, FaultKind.DRAINING})
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="The device's side of Specwire. A small draft model on this device writes ahead; a verifier in the "
+    "cloud keeps what its large model would have written and corrects the rest. The text is distributed "
+    "exactly as if the large model had written it alone.",
+    epilog="Every option can also be set in the environment (SPECWIRE_VERIFIER for --verifier, and so on) or "
+    "in ~/.config/specwire/specwire.toml under \\[edge-client]. "
+    "Exit codes: 0 done, 1 something is wrong, 2 wrong use, 3 the verifier is away or busy, 130 interrupted.",
+)
+
+_CONNECTION, _MODEL, _SAMPLING, _SPECULATION, _OUTPUT = (
+    "Connection",
+    "Draft model",
+    "Sampling",
+    "Speculation",
+    "Output",
+)
+
+
+def _option(panel: str, text: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
+
+
+VerifierOption = Annotated[
+    str, _option(_CONNECTION, "Verifier's host:port; several with commas are tried in turn.")
+]
+InsecureOption = Annotated[bool, _option(_CONNECTION, "Plain text instead of TLS.", "--insecure")]
+TlsCaOption = Annotated[
+    Path | None, _option(_CONNECTION, "Authority (PEM) to trust beside the system's.", show_default=False)
+]
+TokenOption = Annotated[
+    str, _option(_CONNECTION, "Bearer token; better set as SPECWIRE_TOKEN.", show_default=False)
+]
+ConnectTimeoutOption = Annotated[float, _option(_CONNECTION, "Seconds for an address to answer.", min=0.1)]
+PatienceOption = Annotated[
+    float, _option(_CONNECTION, "Seconds to wait for a verifier that is lost mid-answer.", min=0)
+]
+DraftOption = Annotated[
+    str, _option(_MODEL, "Draft folder; 'builtin' is the one of `cloud-verifier draft builtin`.")
+]
+ThreadsOption = Annotated[int, _option(_MODEL, "CPU threads of the draft; 0 takes every core.", min=0)]
+TemperatureOption = Annotated[float, _option(_SAMPLING, "0 always takes the likeliest token.")]
+TopKOption = Annotated[int, _option(_SAMPLING, "Only the K likeliest tokens; 0 is off.")]
+TopPOption = Annotated[float, _option(_SAMPLING, "Only the likeliest tokens that hold this mass; 1 is off.")]
+MinPOption = Annotated[
+    float, _option(_SAMPLING, "Only tokens at least this likely, relative to the best; 0 is off.")
+]
+SeedOption = Annotated[int, _option(_SAMPLING, "The same seed gives the same text.")]
+MaxTokensOption = Annotated[int, _option(_SAMPLING, "Tokens of an answer at most.", min=1)]
+KOption = Annotated[str, _option(_SPECULATION, "Tokens drafted in a block.")]
+AheadOption = Annotated[str, _option(_SPECULATION, "Further blocks to send before a verdict is back.")]
+CodecOption = Annotated[
+    str, _option(_SPECULATION, "How distributions are sent; empty takes the verifier's first choice.")
+]
+VerificationOption = Annotated[
+    str, _option(_SPECULATION, "The verifier's rule; empty takes its first choice.")
+]
+CloudOnlyOption = Annotated[
+    bool, _option(_SPECULATION, "Do not draft; the cloud writes alone.", "--cloud-only")
+]
+StatsOption = Annotated[bool, _option(_OUTPUT, "Figures after each answer.", "--stats")]
+ShowOriginOption = Annotated[
+    bool, _option(_OUTPUT, "Colour each token by where it came from.", "--show-origin")
+]
+SystemOption = Annotated[str, _option(_OUTPUT, "System message before the conversation.")]
+
+DEFAULT_VERIFIER = "127.0.0.1:7070"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"edge-client {package_version('specwire')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    ctx: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="TOML file with settings.", envvar="SPECWIRE_CONFIG", show_default=False),
+    ] = None,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version and leave."),
+    ] = False,
+) -> None:
+    apply_config(ctx, "edge-client", config)
+
+
+@app.command()
+def run(
+    prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from standard input.")],
+    verifier: VerifierOption = DEFAULT_VERIFIER,
+    insecure: InsecureOption = False,
+    tls_ca: TlsCaOption = None,
+    token: TokenOption = "",
+    connect_timeout: ConnectTimeoutOption = 5.0,
+    patience: PatienceOption = 60.0,
+    draft: DraftOption = "builtin",
+    threads: ThreadsOption = 0,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = 0,
+    max_tokens: MaxTokensOption = 512,
+    k: KOption = "5",
+    ahead: AheadOption = "0",
+    codec: CodecOption = "",
+    verification: VerificationOption = "",
+    cloud_only: CloudOnlyOption = False,
+    system: SystemOption = "",
+    raw: Annotated[
+        bool, _option(_OUTPUT, "Continue the prompt as it is, without chat template.", "--raw")
+    ] = False,
+    as_json: Annotated[bool, _option(_OUTPUT, "One JSON object instead of text.", "--json")] = False,
+    show_origin: ShowOriginOption = False,
+    stats: StatsOption = False,
+) -> None:
+    """Answer one prompt, streaming to standard output."""
+    options = _options(locals())
+    text = sys.stdin.read() if prompt == "-" else prompt
+    asyncio.run(_run(options, text, system, raw=raw, as_json=as_json, show_origin=show_origin, stats=stats))
+
+
+async def _run(
+    options: Options, text: str, system: str, *, raw: bool, as_json: bool, show_origin: bool, stats: bool
+) -> None:
+    from edge_client.prompts import chat_prompt, plain_prompt
+    from edge_client.startup import open_client
+    from edge_client.terminal import Terminal, print_json, result_json
+
+    terminal = Terminal(show_origin=show_origin, quiet=as_json)
+    async with open_client(options, terminal.notice) as client:
+        if raw or not client.manifest.chat_template:
+            tokens = plain_prompt(client.manifest, client.tokenizer, text)
+        else:
+            messages = [{"role": "system", "content": system}] if system else []
+            tokens = chat_prompt(
+                client.manifest, client.tokenizer, [*messages, {"role": "user", "content": text}]
+            )
+        terminal.legend()
+        async with client.conversation() as conversation:
+            events = conversation.answer(
+                tokens,
+                sampling=options.sampling(),
+                max_new_tokens=options.max_tokens,
+                controller=options.controller(),
+            )
+            answer, result = await terminal.stream(client, events)
+        if as_json:
+            print_json(result_json(answer, result, client))
+        if stats:
+            terminal.stats(result)
+
+
+@app.command()
+def chat(
+    verifier: VerifierOption = DEFAULT_VERIFIER,
+    insecure: InsecureOption = False,
+    tls_ca: TlsCaOption = None,
+    token: TokenOption = "",
+    connect_timeout: ConnectTimeoutOption = 5.0,
+    patience: PatienceOption = 60.0,
+    draft: DraftOption = "builtin",
+    threads: ThreadsOption = 0,
+    temperature: TemperatureOption = 0.7,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 0.95,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = 0,
+    max_tokens: MaxTokensOption = 1024,
+    k: KOption = "5",
+    ahead: AheadOption = "0",
+    codec: CodecOption = "",
+    verification: VerificationOption = "",
+    cloud_only: CloudOnlyOption = False,
+    system: SystemOption = "",
+    show_origin: ShowOriginOption = False,
+    stats: StatsOption = False,
+) -> None:
+    """Talk with the model; /help in there lists the commands. Ctrl-C stops an answer, not the chat."""
+    from contextlib import AsyncExitStack
+
+    from edge_client.chat import Chat
+    from edge_client.startup import open_client
+    from edge_client.terminal import Terminal
+
+    options = _options(locals())
+    terminal = Terminal(show_origin=show_origin)
+    # One event loop for all turns, and none while a person types: Ctrl-C then ends what runs, no more.
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        client = runner.run(stack.enter_async_context(open_client(options, terminal.notice)))
+        try:
+            terminal.legend()
+            Chat(client, terminal, runner.run, system, stats=stats).loop()
+        finally:
+            runner.run(stack.aclose())
+
+
+@app.command()
+def bench(
+    verifier: VerifierOption = DEFAULT_VERIFIER,
+    insecure: InsecureOption = False,
+    tls_ca: TlsCaOption = None,
+    token: TokenOption = "",
+    connect_timeout: ConnectTimeoutOption = 5.0,
+    patience: PatienceOption = 60.0,
+    draft: DraftOption = "builtin",
+    threads: ThreadsOption = 0,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = 0,
+    max_tokens: MaxTokensOption = 128,
+    k: KOption = "5",
+    ahead: AheadOption = "0",
+    codec: CodecOption = "",
+    verification: VerificationOption = "",
+    prompts: Annotated[int, _option(_OUTPUT, "Prompts to measure with.", min=1)] = 4,
+) -> None:
+    """Measure tokens per second with speculation and with the cloud alone; JSON to standard output."""
+    from rich.progress import Progress
+
+    from edge_client.bench import run_bench
+    from edge_client.startup import open_client
+    from edge_client.terminal import Terminal, print_json
+
+    options, terminal = _options(locals()), Terminal()
+
+    async def measure() -> dict[str, Any]:
+        async with open_client(options, terminal.notice) as client:
+            with Progress(console=terminal.err, transient=True) as progress:
+                task = progress.add_task("Measuring", total=1.0)
+                return await run_bench(
+                    client,
+                    prompts,
+                    lambda what, done: progress.update(task, completed=done, description=what),
+                )
+
+    report = asyncio.run(measure())
+    print_json(report)
+    for name, arm in report["arms"].items():
+        terminal.err.print(f"{name:12} {arm['tokens_per_s']['median']:7.1f} tokens/s")
+    if "speedup" in report:
+        terminal.err.print(f"speculation is {report['speedup']['median']:.2f} times as fast")
+
+
+@app.command()
+def doctor(
+    verifier: VerifierOption = DEFAULT_VERIFIER,
+    insecure: InsecureOption = False,
+    tls_ca: TlsCaOption = None,
+    token: TokenOption = "",
+    connect_timeout: ConnectTimeoutOption = 5.0,
+    patience: PatienceOption = 10.0,
+    draft: DraftOption = "builtin",
+    threads: ThreadsOption = 0,
+    k: KOption = "5",
+    ahead: AheadOption = "0",
+    codec: CodecOption = "",
+    verification: VerificationOption = "",
+) -> None:
+    """Check draft, verifier, connection and speed, and say how to fix what is wrong (exit code 1)."""
+    from rich.text import Text
+
+    from edge_client.doctor import Check, examine
+    from edge_client.terminal import Terminal
+
+    out = Terminal().out
+
+    def report(check: Check) -> None:
+        mark = Text("ok    ", "green") if check.ok else Text("wrong ", "red")
+        out.print(mark + Text(f"{check.name:12} "), Text(check.text), soft_wrap=True)
+        if not check.ok and check.remedy:
+            out.print(Text(f"      {'':12}  {check.remedy}", "yellow"), soft_wrap=True)
+
+    if not asyncio.run(examine(_options(locals()), report)):
+        raise typer.Exit(WRONG)
+
+
+def _options(values: dict[str, Any]) -> Options:
+    """The command's arguments that `Options` has a field for."""
+    from edge_client.startup import Options
+
+    return Options(**{field.name: values[field.name] for field in fields(Options) if field.name in values})
+
+
+def main() -> None:
+    """Entry point: a fault is one sentence and what to do about it, never a traceback."""
+    sys.exit(guarded(app))
+
+
+def guarded(command: Callable[[], Any]) -> int:
+    """Runs the command line; the exit code."""
+    try:
+        command()
+    except SpecwireError as error:
+        typer.secho(error.text, fg="red", err=True)
+        if error.remedy:
+            typer.echo(error.remedy, err=True)
+        return TRY_LATER if error.kind in _TRY_LATER else WRONG
+    except KeyboardInterrupt:
+        typer.echo(err=True)
+        return INTERRUPTED
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else 0
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""From options to a client that can answer: find the draft, ask the verifier, load the model meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from edge_client.connection import Patience, Verifier
+from edge_client.controller import Controller, FixedController, Plan
+from edge_client.drafting import Model
+from edge_client.generate import Conversation, SessionSettings
+from edge_client.manifest import TOKENIZER_NAME, DraftManifest, read_manifest
+from shared.codecs import CODECS
+from shared.config import cache_dir
+from shared.faults import FaultKind, SpecwireError
+from shared.messages import Description, SamplingParams
+from shared.sampling import validate
+from shared.transport import Tls
+from shared.vocabulary import check_same_tokenizer
+
+# The names that `cloud-verifier draft builtin` gives; importing them would import torch.
+BUILTIN_NAME, BUILTIN_PRECISION = "SmolLM2-135M-Instruct", "int8"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the commands have in common; one default each, stated in `edge_client.cli`."""
+
+    verifier: str
+    draft: str
+    insecure: bool
+    tls_ca: Path | None
+    token: str
+    connect_timeout: float
+    patience: float
+    threads: int
+    codec: str = ""
+    verification: str = ""
+    k: str = "5"
+    ahead: str = "0"
+    cloud_only: bool = False
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 512
+
+    def sampling(self) -> SamplingParams:
+        """Raises SpecwireError(BAD_SAMPLING) naming what is out of range."""
+        params = SamplingParams(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
+        )
+        validate(params)
+        return params
+
+    def controller(self) -> Controller:
+        k, ahead = _whole_number("--k", self.k, 1), _whole_number("--ahead", self.ahead, 0)
+        return FixedController(Plan(k, ahead, _CLOUD_CHUNK if self.cloud_only else 0))
+
+
+_CLOUD_CHUNK = 1 << 20  # more than any answer: one request for all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """All that an answer needs. `model` is None when the verifier writes alone."""
+
+    options: Options
+    verifier: Verifier
+    description: Description
+    manifest: DraftManifest
+    tokenizer: Tokenizer
+    model: Model | None
+
+    def conversation(self, logprobs: int = 0) -> Conversation:
+        """A new conversation; the caller enters it as a context manager."""
+        return Conversation(
+            self.verifier,
+            self.description,
+            self.model,
+            SessionSettings(
+                tokenizer=self.manifest.tokenizer,
+                eos_ids=self.manifest.eos_ids,
+                codec=_offered("codec", self.options.codec, self.description.codecs, tuple(CODECS)),
+                verification=_offered(
+                    "verification", self.options.verification, self.description.verifications
+                ),
+                logprobs=logprobs,
+                client=f"edge-client {version('specwire')}",
+            ),
+        )
+
+
+def draft_folder(draft: str) -> Path:
+    """The folder of --draft; 'builtin' and 'builtin:int4' are in the cache.
+
+    Raises:
+        SpecwireError: BAD_REQUEST when the built-in draft is not there yet.
+    """
+    name, _, precision = draft.partition(":")
+    if name != "builtin":
+        return Path(draft).expanduser()
+    folder = cache_dir() / "models" / f"{BUILTIN_NAME}-draft-{precision or BUILTIN_PRECISION}"
+    if not folder.is_dir():
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST,
+            f"The built-in draft is not here yet ({folder}).",
+            "Make it once with `cloud-verifier draft builtin`, or name a draft folder with --draft.",
+        )
+    return folder
+
+
+def make_verifier(options: Options, notify: Callable[[str], None] | None = None) -> Verifier:
+    return Verifier(
+        [address for address in options.verifier.split(",") if address.strip()],
+        tls=None if options.insecure else Tls(ca=options.tls_ca),
+        token=options.token,
+        patience=Patience(connect=options.connect_timeout, reconnect=options.patience),
+        notify=notify,
+    )
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(folder / TOKENIZER_NAME))
+    except Exception as error:  # the library raises a bare Exception
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST,
+            f"{folder / TOKENIZER_NAME} cannot be read: {error}.",
+            "Export the draft again with `cloud-verifier draft export`.",
+        ) from error
+
+
+def load_model(options: Options, folder: Path) -> Model | None:
+    if options.cloud_only:
+        return None
+    from edge_client.draft_model import DraftModel
+
+    return DraftModel.load(folder, threads=options.threads)
+
+
+@asynccontextmanager
+async def open_client(options: Options, notify: Callable[[str], None] | None = None) -> AsyncIterator[Client]:
+    """A client for as long as the context lasts.
+
+    Raises:
+        SpecwireError: nothing answers, or draft and verifier do not fit.
+    """
+    options.sampling()
+    options.controller()
+    folder = draft_folder(options.draft)
+    manifest = read_manifest(folder)
+    async with make_verifier(options, notify) as verifier:
+        loading = asyncio.ensure_future(asyncio.to_thread(load_model, options, folder))
+        try:
+            tokenizer, description = await asyncio.gather(
+                asyncio.to_thread(load_tokenizer, folder), verifier.describe()
+            )
+            check_same_tokenizer(manifest.tokenizer, description.tokenizer)
+            model = await loading
+        except BaseException:
+            await asyncio.wait([loading])
+            if not loading.cancelled():
+                loading.exception()
+            raise
+        yield Client(options, verifier, description, manifest, tokenizer, model)
+
+
+def _offered(what: str, wanted: str, offered: tuple[str, ...], known: tuple[str, ...] | None = None) -> str:
+    """`wanted`, or the verifier's first choice that this client knows."""
+    if wanted:
+        return wanted
+    choices = [name for name in offered if known is None or name in known]
+    if not choices:
+        raise SpecwireError(
+            FaultKind.PROTOCOL_MISMATCH,
+            f"The verifier offers no {what} that this client knows ({', '.join(offered) or 'none'}).",
+            "Install the same Specwire version on both sides.",
+        )
+    return choices[0]
+
+
+def _whole_number(option: str, text: str, least: int) -> int:
+    if text.isdecimal() and int(text) >= least:
+        return int(text)
+    raise SpecwireError(
+        FaultKind.BAD_REQUEST, f"{option} is {text!r}.", f"Give a whole number of at least {least}."
+    )

@@ -1,0 +1,166 @@
+"""What a person sees: streamed text, tokens coloured by origin, figures after an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from edge_client.results import Emission, Origin, Result
+from edge_client.startup import Client
+from edge_client.text_stream import TextStream
+from shared.faults import SpecwireError
+from shared.messages import FinishReason
+
+ORIGIN_STYLES = {
+    Origin.ACCEPTED: "green",
+    Origin.RECOVERED: "red",
+    Origin.BONUS: "cyan",
+    Origin.SIBLING: "magenta",
+    Origin.CLOUD: "yellow",
+}
+
+
+class Terminal:
+    """Streams answers to standard output; everything that is not the answer goes to standard error.
+
+    Attributes:
+        shown: text of the latest answer as far as it was shown, even when it was stopped.
+    """
+
+    def __init__(self, *, show_origin: bool = False, quiet: bool = False) -> None:
+        self.out = Console(highlight=False)
+        self.err = Console(stderr=True, highlight=False)
+        self._show_origin = show_origin
+        self._quiet = quiet
+        self.shown = ""
+
+    def notice(self, text: str) -> None:
+        self.err.print(Text(text, style="yellow"))
+
+    def error(self, error: SpecwireError) -> None:
+        self.err.print(Text(error.text, style="red"), Text(error.remedy), soft_wrap=True)
+
+    async def stream(
+        self,
+        client: Client,
+        events: AsyncGenerator[Emission | Result],
+        explain: Callable[[], str] | None = None,
+    ) -> tuple[str, Result]:
+        """Shows an answer as it comes; returns its text and what it cost."""
+        stream = TextStream(client.tokenizer)
+        self.shown = ""
+        result: Result | None = None
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if isinstance(event, Result):
+                    result = event
+                    continue
+                for token, origin in zip(event.tokens, event.origins, strict=True):
+                    self._show(stream.push([token]), origin)
+                if explain is not None:
+                    self.err.print(Text(explain(), style="dim"))
+        self._show(stream.flush(), Origin.ACCEPTED)
+        if not self._quiet:
+            self.out.file.write("\n")
+            self.out.file.flush()
+        if result is None:
+            raise RuntimeError("an answer ended without a result")
+        return self.shown, result
+
+    def _show(self, piece: str, origin: Origin) -> None:
+        self.shown += piece
+        if piece and not self._quiet:
+            if self._show_origin and self.out.is_terminal:
+                self.out.print(Text(piece, style=ORIGIN_STYLES[origin]), end="", soft_wrap=True)
+            else:
+                self.out.file.write(piece)
+            self.out.file.flush()
+
+    def legend(self) -> None:
+        if self._show_origin and self.out.is_terminal:
+            self.err.print(
+                Text.assemble(*[part for o, style in ORIGIN_STYLES.items() for part in ((o, style), " ")])
+            )
+
+    def stats(self, result: Result) -> None:
+        """The figures of one answer, as a small table."""
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for name, value in summary_lines(result):
+            table.add_row(Text(name, style="dim"), value)
+        self.err.print(table)
+
+
+def summary_lines(result: Result) -> list[tuple[str, str]]:
+    counts, share = result.counts, result.time_share
+    lines = [
+        (
+            "speed",
+            f"{result.tokens_per_s:.1f} tokens/s, first token after {result.first_token_s * 1e3:.0f} ms",
+        ),
+        ("tokens", ", ".join(f"{n} {origin}" for origin, n in counts.by_origin.items() if n)),
+    ]
+    if counts.num_rounds:
+        lines += [
+            (
+                "speculation",
+                f"{result.acceptance:.0%} accepted, {result.tokens_per_round:.2f} tokens a round, "
+                f"{counts.num_rounds} rounds",
+            ),
+            (
+                "uplink",
+                f"{result.up_bytes_per_draft_token:.0f} bytes a drafted token, {result.up_bytes} in all"
+                + (f", {result.wasted_up_bytes} of them for nothing" if result.wasted_up_bytes else ""),
+            ),
+        ]
+    total = max(result.total_s, 1e-9)
+    parts = ((name, getattr(share, name) / total) for name in share.__dataclass_fields__)
+    lines.append(("time", ", ".join(f"{name} {part:.0%}" for name, part in parts if part >= 0.005)))
+    if result.num_reconnects:
+        lines.append(("connection", f"lost and found again {result.num_reconnects} times"))
+    if result.lossy:
+        lines.append(("lossy", "this verification does not keep the target's distribution"))
+    return lines
+
+
+def result_json(text: str, result: Result, client: Client) -> dict[str, Any]:
+    """One answer as plain values; the keys are stable."""
+    counts = result.counts
+    return {
+        "text": text,
+        "tokens": list(result.tokens),
+        "finish_reason": {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}.get(
+            result.finish_reason, ""
+        ),
+        "model": client.description.model,
+        "draft": client.manifest.name,
+        "lossy": result.lossy,
+        "tokens_per_s": result.tokens_per_s,
+        "first_token_s": result.first_token_s,
+        "total_s": result.total_s,
+        "num_rounds": counts.num_rounds,
+        "num_drafted": counts.num_drafted,
+        "num_accepted": counts.num_accepted,
+        "acceptance": result.acceptance,
+        "tokens_per_round": result.tokens_per_round,
+        "accepted_at": counts.accepted_at,
+        "drafted_at": counts.drafted_at,
+        "tokens_by_origin": {str(origin): count for origin, count in counts.by_origin.items()},
+        "up_bytes": result.up_bytes,
+        "down_bytes": result.down_bytes,
+        "wasted_up_bytes": result.wasted_up_bytes,
+        "up_bytes_per_draft_token": result.up_bytes_per_draft_token,
+        "num_reconnects": result.num_reconnects,
+        "time_s": {name: getattr(result.time_share, name) for name in result.time_share.__dataclass_fields__},
+    }
+
+
+def print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, ensure_ascii=False)
+    sys.stdout.write("\n")
