@@ -20,6 +20,9 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW_32 = 0xFFFFFFFF
 _ROUNDS = 10
+_EXCESS = 1 << 8  # sets the two kinds of COUPLED draws apart
+
+COUPLED_BLOCK = 32  # a power of two
 
 # An int, or an array of int64 or uint64; elementwise with NumPy's broadcasting.
 IntLike = Any
@@ -35,16 +38,16 @@ class Purpose(IntEnum):
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32-10 on Python ints or uint64 arrays that hold 32-bit words."""
+    """Philox4x32-10 on 32-bit words held by Python ints, uint64 arrays or int64 torch tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
-            (product1 >> 32) ^ c1 ^ k0,
+            ((product1 >> 32) & _LOW_32) ^ c1 ^ k0,
             product1 & _LOW_32,
-            (product0 >> 32) ^ c3 ^ k1,
+            ((product0 >> 32) & _LOW_32) ^ c3 ^ k1,
             product0 & _LOW_32,
         )
         k0 = (k0 + _KEY_STEPS[0]) & _LOW_32
@@ -55,8 +58,8 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
 def random_words(seeds: IntLike, purpose: Purpose, positions: IntLike, bases: IntLike) -> NDArray[np.uint64]:
     """One 64-bit word an element, of the broadcast shape of the arguments.
 
-    COUPLED draws ignore the schedule of block lengths; give base 0 for them, and use
-    `coupled_words` where a draw for each token id is wanted.
+    COUPLED draws ignore the schedule of block lengths and are made for each token id; see
+    `coupled_noise`.
     """
     return _words(seeds, int(purpose), positions, bases)
 
@@ -66,9 +69,39 @@ def uniforms(seeds: IntLike, purpose: Purpose, positions: IntLike, bases: IntLik
     return words_to_uniforms(random_words(seeds, purpose, positions, bases))
 
 
-def coupled_words(seeds: IntLike, positions: IntLike, tokens: IntLike) -> NDArray[np.uint64]:
-    """The noise of a token id at a position, the same on both sides whatever was drafted."""
-    return _words(seeds, int(Purpose.COUPLED), positions, tokens)
+def coupled_blocks(
+    seeds: IntLike, positions: IntLike, blocks: IntLike
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Noise of whole blocks of token ids: the smallest of the block, and which id of it has it.
+
+    Every token id has an Exp(1) draw at every position, the same on both sides whatever was drafted.
+    The draws of COUPLED_BLOCK neighbouring ids are made from the top down: first their minimum, which
+    is Exp(1) / COUPLED_BLOCK, and its place; the others exceed it by Exp(1) draws of their own
+    (`coupled_excesses`), because the exponential distribution has no memory. So the ids of a block
+    that cannot matter are ruled out by one draw.
+    """
+    seed, position, block = (_as_words(x) for x in (seeds, positions, blocks))
+    counter = (position & _LOW_32, block & _LOW_32, int(Purpose.COUPLED), (position >> 32) & _LOW_32)
+    c0, c1, c2, _ = philox(counter, (seed & _LOW_32, seed >> 32))
+    smallest = exponentials(np.asarray((c1 << 32) | c0, np.uint64)) / COUPLED_BLOCK
+    return smallest, np.asarray(c2 % COUPLED_BLOCK).astype(np.int64)
+
+
+def coupled_excesses(seeds: IntLike, positions: IntLike, tokens: IntLike) -> NDArray[np.float64]:
+    """By how much the noise of a token exceeds the smallest of its block, unless it is the smallest."""
+    return exponentials(_words(seeds, int(Purpose.COUPLED) | _EXCESS, positions, tokens))
+
+
+def coupled_noise(seeds: IntLike, positions: IntLike, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The Exp(1) draw of each token id at each position; see `coupled_blocks`."""
+    smallest, place = coupled_blocks(seeds, positions, tokens // COUPLED_BLOCK)
+    excess = coupled_excesses(seeds, positions, tokens)
+    return np.where(tokens % COUPLED_BLOCK == place, smallest, smallest + excess)
+
+
+def exponentials(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Exp(1) draws, finite and above 0."""
+    return -np.log(((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
 
 
 def words_to_uniforms(words: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.randomness import Purpose, uniforms
+from shared.randomness import Purpose, coupled_noise, uniforms
 
 Floats = NDArray[np.float64]
 
@@ -98,3 +98,51 @@ def token_wise(tokens: Sequence[int], q: Floats, p: Floats, draws: Draws, *, mor
     if more:
         return Judgement(len(tokens), ())
     return Judgement(len(tokens), (draws.sample(len(tokens), p[-1]),))
+
+
+def block(tokens: Sequence[int], q: Floats, p: Floats, draws: Draws, *, more: bool = False) -> Judgement:
+    """Block verification: Sun et al. 2024 (arXiv 2403.10444) Algorithm 2.
+
+    The longest prefix whose own draw accepts it is kept; after it the next token comes from the
+    residual at the joint acceptance probability of that prefix.
+    """
+    num_drafted, num_accepted = len(tokens), 0
+    joint = np.ones(num_drafted + 1)
+    for i, token in enumerate(tokens):
+        joint[i + 1] = min(1.0, joint[i] * ratio(p[i, token], q[i, token]))
+    for i in range(1, num_drafted + 1):
+        if draws.accept(i - 1, joint[i] if i == num_drafted else _prefix_acceptance(joint[i], p[i], q[i])):
+            num_accepted = i
+    if num_accepted < num_drafted:
+        rest = residual(p[num_accepted], q[num_accepted], joint[num_accepted])
+        return Judgement(num_accepted, (draws.sample(num_accepted, rest),))
+    return Judgement(num_drafted, () if more else (draws.sample(num_drafted, p[-1]),))
+
+
+def _prefix_acceptance(joint: float, p: Floats, q: Floats) -> float:
+    mass = np.maximum(joint * p - q, 0.0).sum()
+    # Without residual mass at joint 1 (p == q next) every later prefix is accepted just as surely.
+    return float(mass / (mass + 1.0 - joint)) if mass > 0 else float(joint >= 1.0)
+
+
+def fused(
+    tokens: Sequence[int], q: Floats, p: Floats, draws: Draws, weight: float, *, more: bool = False
+) -> Judgement:
+    """Token-wise against (1 - weight) p + weight q instead of p: lossy unless weight is 0."""
+    mixed = p.copy()
+    mixed[: len(tokens)] = (1.0 - weight) * p[: len(tokens)] + weight * q
+    return token_wise(tokens, q, mixed, draws, more=more)
+
+
+def coupled(tokens: Sequence[int], p: Floats, seed: int, base_len: int, *, more: bool = False) -> Judgement:
+    """Shared-noise coupling: Daliri et al. 2024 (arXiv 2408.07978).
+
+    At every position the target's token is the one with the smallest noise / p, noise being a
+    function of seed, position and token alone; drafted tokens are kept while they are that token.
+    """
+    ids = np.arange(p.shape[1])
+    scores = np.full(p.shape, np.inf)
+    for i, row in enumerate(p):
+        noise = coupled_noise(seed, base_len + i, ids)
+        scores[i, row > 0] = noise[row > 0] / row[row > 0]
+    return greedy(tokens, -scores, more=more)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import SamplingParams
+from shared.randomness import COUPLED_BLOCK, coupled_blocks, coupled_excesses
 
 # Both sides treat anything colder as greedy, so that they never disagree about which it is.
 GREEDY_BELOW = 1e-5
@@ -86,6 +87,36 @@ def probabilities(logits: NDArray[np.float32], params: SamplingParams) -> NDArra
     weights /= weights.sum()
     out[ids] = weights
     return out
+
+
+def coupled_choice(probs: NDArray[np.float32], seed: int, position: int) -> int:
+    """The token that the shared noise of `coupled` verification picks from [V] probabilities.
+
+    It is the id with the smallest noise / probability, which is distributed as `probs` (the
+    exponential form of the Gumbel-max trick). Blocks of ids are ruled out by their smallest noise
+    and largest probability, so that few draws are made.
+    """
+    num_blocks = -(-len(probs) // COUPLED_BLOCK)
+    padded = np.zeros((num_blocks, COUPLED_BLOCK))
+    padded.ravel()[: len(probs)] = probs
+    largest = padded.max(axis=1)
+    possible = np.flatnonzero(largest)
+    smallest, place = coupled_blocks(seed, position, possible)
+    bounds = smallest / largest[possible]
+    scores = np.full(padded.shape, np.inf)
+    members = np.arange(COUPLED_BLOCK)
+
+    def score(chosen: NDArray[np.intp]) -> None:
+        blocks = possible[chosen]
+        excess = coupled_excesses(seed, position, blocks[:, None] * COUPLED_BLOCK + members)
+        noise = smallest[chosen, None] + np.where(members == place[chosen, None], 0.0, excess)
+        weights = padded[blocks]
+        scores[blocks] = np.divide(noise, weights, out=np.full_like(noise, np.inf), where=weights > 0)
+
+    first = bounds.argmin()
+    score(np.array([first]))
+    score(np.flatnonzero(bounds < scores[possible[first]].min()))
+    return int(scores.argmin())
 
 
 def keep_largest(values: NDArray[np.float32], count: int) -> NDArray[np.intp]:

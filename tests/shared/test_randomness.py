@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from shared.randomness import Purpose, coupled_words, philox, random_words, uniforms
+from shared.randomness import Purpose, coupled_noise, philox, random_words, uniforms
 
 # `kat_vectors` of the Random123 distribution (D. E. Shaw Research), philox4x32, 10 rounds.
 KNOWN_ANSWERS = [
@@ -45,7 +45,7 @@ def test_every_argument_changes_the_draw():
     others = [draw(seed=2), draw(seed=1 + 2**32), draw(position=2), draw(base=2)]
     others += [draw(purpose=p) for p in Purpose if p != Purpose.DRAFT]
     assert len({draw(), *others}) == 1 + len(others)
-    assert len(np.unique(coupled_words(3, np.arange(40)[:, None], np.arange(50)))) == 2000
+    assert len(np.unique(coupled_noise(3, np.arange(40)[:, None], np.arange(50)))) == 2000
 
 
 def test_uniforms_are_uniform_and_below_one():
@@ -55,3 +55,22 @@ def test_uniforms_are_uniform_and_below_one():
     counts, _ = np.histogram(draws, bins=100, range=(0, 1))
     chi_square = ((counts - 1000.0) ** 2 / 1000.0).sum()
     assert chi_square < 175  # 99 degrees of freedom: p < 1e-5 above 171
+
+
+def test_coupled_noise_is_independent_and_exponential_for_every_id():
+    noise = coupled_noise(np.arange(4000, dtype=np.uint64)[:, None], 17, np.arange(70))
+    for token in (0, 1, 31, 32, 69):
+        counts, _ = np.histogram(1 - np.exp(-noise[:, token]), bins=20, range=(0, 1))
+        assert ((counts - 200.0) ** 2 / 200.0).sum() < 60  # 19 degrees of freedom: p < 1e-5 above 56
+    # Which of the ids is smallest is uniform, within a block and across blocks.
+    smallest = np.bincount(noise.argmin(axis=1), minlength=70)
+    assert ((smallest - 4000 / 70) ** 2 / (4000 / 70)).sum() < 135  # 69 degrees of freedom
+    correlation = np.corrcoef(noise.T) - np.eye(70)
+    assert np.abs(correlation).max() < 0.09
+
+
+def test_coupled_noise_of_an_id_does_not_depend_on_which_others_are_asked_for():
+    ids = np.array([3, 70, 40_000])
+    assert coupled_noise(9, 5, ids).tolist() == [
+        float(coupled_noise(9, 5, np.array([token]))[0]) for token in ids
+    ]

@@ -6,9 +6,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from shared.reference import CounterDraws, Judgement, greedy, inverse_cdf, residual, token_wise
+from shared.randomness import coupled_noise
+from shared.reference import (
+    CounterDraws,
+    Judgement,
+    block,
+    coupled,
+    fused,
+    greedy,
+    inverse_cdf,
+    residual,
+    token_wise,
+)
 
-RULES = {"token": token_wise}
+RULES = {"token": token_wise, "block": block}
 
 
 @dataclass
@@ -85,15 +96,25 @@ def probability(tree, tokens, start=()):
     return float(np.prod([tree[start + tokens[:i]][t] for i, t in enumerate(tokens)]))
 
 
-def round_distribution(rule, p, q, num_drafted, *, more):
+def all_drafts(vocab_size, num_drafted, stop):
+    """Every block of `num_drafted` tokens, or shorter when it ends with the token `stop`."""
+    for drafted in itertools.product(range(vocab_size), repeat=num_drafted):
+        if stop not in drafted:
+            yield drafted
+        elif not any(drafted[drafted.index(stop) + 1 :]):
+            yield drafted[: drafted.index(stop) + 1]
+
+
+def round_distribution(rule, p, q, num_drafted, *, more, stop=-1):
     """{emitted tokens: probability} of one round, over all drafts and all branches."""
     out = {}
-    for drafted in itertools.product(range(p.vocab_size), repeat=num_drafted):
+    for drafted in all_drafts(p.vocab_size, num_drafted, stop):
         drawn = probability(q, drafted)
         if drawn == 0:
             continue
-        q_rows = np.array([q[drafted[:i]] for i in range(num_drafted)]).reshape(num_drafted, p.vocab_size)
-        p_rows = np.array([p[drafted[:i]] for i in range(num_drafted + 1)])
+        length = len(drafted)
+        q_rows = np.array([q[drafted[:i]] for i in range(length)]).reshape(length, p.vocab_size)
+        p_rows = np.array([p[drafted[:i]] for i in range(length + 1)])
         for outcome, weight in all_outcomes(lambda d, a=(drafted, q_rows, p_rows): rule(*a, d, more=more)):
             emitted = drafted[: outcome.num_accepted] + outcome.tokens
             out[emitted] = out.get(emitted, 0.0) + drawn * weight
@@ -127,6 +148,58 @@ def test_the_enumerated_round_has_the_targets_distribution(name, vocab_size, num
         assert sum(emitted.values()) == pytest.approx(1.0, abs=1e-12)
         for sequence, actual in completed(emitted, p, num_drafted + 1).items():
             assert actual == pytest.approx(probability(p, sequence), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_block_that_ends_early_at_some_token_is_judged_as_exactly(name):
+    rng = np.random.default_rng(3)
+    p = Tree(rng, 4)
+    q = SometimesEqual(rng, p)
+    emitted = round_distribution(RULES[name], p, q, 3, more=False, stop=2)
+    assert sum(emitted.values()) == pytest.approx(1.0, abs=1e-12)
+    for sequence, actual in completed(emitted, p, 4).items():
+        assert actual == pytest.approx(probability(p, sequence), abs=1e-12)
+
+
+def test_block_verification_never_accepts_less_than_token_wise():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        p, q = Tree(rng, 4), Tree(rng, 4)
+        lengths = {
+            name: sum(len(tokens) * w for tokens, w in round_distribution(rule, p, q, 3, more=False).items())
+            for name, rule in RULES.items()
+        }
+        assert lengths["block"] >= lengths["token"] - 1e-12
+
+
+def test_fused_judges_by_the_weighted_sum_and_is_token_wise_at_weight_zero():
+    rng = np.random.default_rng(2)
+    p, q = Tree(rng, 4), Tree(rng, 4)
+
+    def emitted(weight):
+        return round_distribution(lambda *a, more: fused(*a, weight, more=more), p, q, 2, more=False)
+
+    assert emitted(0.0) == round_distribution(token_wise, p, q, 2, more=False)
+    assert all(len(tokens) == 3 for tokens, weight in emitted(1.0).items() if weight > 1e-15)
+    first = np.zeros(4)
+    for tokens, weight in emitted(0.3).items():
+        first[tokens[0]] += weight
+    np.testing.assert_allclose(first, 0.7 * p[()] + 0.3 * q[()], atol=1e-12)
+
+
+def test_coupled_emits_what_the_target_alone_writes_with_that_noise_whatever_was_drafted():
+    rng = np.random.default_rng(4)
+    p = Tree(rng, 5)
+    written = ()
+    for i in range(4):
+        with np.errstate(divide="ignore"):
+            written += (int((coupled_noise(8, 20 + i, np.arange(5)) / p[written]).argmin()),)
+    for drafted in itertools.product(range(5), repeat=3):
+        p_rows = np.array([p[drafted[:i]] for i in range(4)])
+        judged = coupled(drafted, p_rows, 8, 20)
+        emitted = drafted[: judged.num_accepted] + judged.tokens
+        assert emitted == written[: len(emitted)]
+        assert len(emitted) == judged.num_accepted + 1
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import SamplingParams
-from shared.sampling import keep_largest, nucleus, probabilities, validate
+from shared.randomness import coupled_noise
+from shared.sampling import coupled_choice, keep_largest, nucleus, probabilities, validate
 
 
 def plain(logits, params):
@@ -138,3 +139,24 @@ def test_parameters_in_range_are_accepted():
             fused_weight=1.0,
         )
     )
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**64 - 1), size=st.integers(1, 400), sharpness=st.sampled_from([0.1, 2.0, 9.0]))
+def test_the_coupled_choice_is_the_smallest_noise_over_probability(seed, size, sharpness):
+    rng = np.random.default_rng(seed)
+    probs = probabilities(
+        rng.normal(0, sharpness, size).astype(np.float32), SamplingParams(temperature=1.0, top_k=size // 2)
+    )
+    noise = coupled_noise(seed, 11, np.arange(size))
+    with np.errstate(divide="ignore"):
+        assert coupled_choice(probs, seed, 11) == (noise / probs).argmin()
+
+
+def test_coupled_choices_follow_the_probabilities():
+    probs = np.array([0.5, 0.0, 0.3, 0.15, 0.05], np.float32)
+    counts = np.bincount([coupled_choice(probs, seed, 3) for seed in range(5000)], minlength=5)
+    assert counts[1] == 0
+    seen = probs > 0
+    statistic = ((counts[seen] - 5000 * probs[seen]) ** 2 / (5000 * probs[seen])).sum()
+    assert statistic < 30  # 3 degrees of freedom: p < 1e-5
