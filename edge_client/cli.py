@@ -5,7 +5,7 @@ Only what the help needs is imported at the top; everything heavy waits until a 
 
 from __future__ import annotations
 
-import asyncio
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -148,6 +148,8 @@ def run(
     stats: StatsOption = False,
 ) -> None:
     """Answer one prompt, streaming to standard output."""
+    import asyncio
+
     options = _options(locals())
     text = sys.stdin.read() if prompt == "-" else prompt
     asyncio.run(_run(options, text, system, raw=raw, as_json=as_json, show_origin=show_origin, stats=stats))
@@ -210,6 +212,7 @@ def chat(
     stats: StatsOption = False,
 ) -> None:
     """Talk with the model; /help in there lists the commands. Ctrl-C stops an answer, not the chat."""
+    import asyncio
     from contextlib import AsyncExitStack
 
     from edge_client.chat import Chat
@@ -252,6 +255,8 @@ def bench(
     prompts: Annotated[int, _option(_OUTPUT, "Prompts to measure with.", min=1)] = 4,
 ) -> None:
     """Measure tokens per second with speculation and with the cloud alone; JSON to standard output."""
+    import asyncio
+
     from rich.progress import Progress
 
     from edge_client.bench import run_bench
@@ -294,6 +299,8 @@ def doctor(
     verification: VerificationOption = "",
 ) -> None:
     """Check draft, verifier, connection and speed, and say how to fix what is wrong (exit code 1)."""
+    import asyncio
+
     from rich.text import Text
 
     from edge_client.doctor import Check, examine
@@ -320,6 +327,8 @@ def _options(values: dict[str, Any]) -> Options:
 
 def main() -> None:
     """Entry point: a fault is one sentence and what to do about it, never a traceback."""
+    # gRPC's own log lines say nothing that our sentences do not say better.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     sys.exit(guarded(app))
 
 

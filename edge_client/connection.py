@@ -293,17 +293,23 @@ def _unreachable(details: str, address: str, tls: Tls | None) -> SpecwireError:
             f"What answers at {address} does not speak TLS with us.",
             "If the verifier was started with --insecure, give --insecure here too.",
         )
-    if "dns" in lowered or "name resolution" in lowered:
+    if "dns" in lowered or "name resolution" in lowered or "hostname lookup" in lowered:
         return DisconnectedError(
             FaultKind.UNAVAILABLE,
             f"The host name in {address} is unknown.",
             "Check the spelling and the network connection.",
         )
-    if tls is None and "failed to connect" not in lowered and "settings" in lowered:
+    if tls is None and "failed to connect" in lowered and "socket closed" in lowered:
         return DisconnectedError(
             FaultKind.UNAVAILABLE,
-            f"What answers at {address} does not speak plain text with us.",
+            f"What answers at {address} closes the connection at once.",
             "If the verifier uses TLS, leave out --insecure.",
+        )
+    if "failed parsing http/2" in lowered:
+        return SpecwireError(
+            FaultKind.UNAVAILABLE,
+            f"Something answers at {address}, but it is not a Specwire verifier.",
+            "Check the address and the port.",
         )
     if "failed to connect" in lowered or "refused" in lowered:
         return DisconnectedError(

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edge_client.connection import Verifier
-from edge_client.drafting import Drafter, Model
+from edge_client.drafting import Drafter
 from edge_client.generate import Conversation
 from edge_client.manifest import DraftManifest, read_manifest, verify_files
 from edge_client.prompts import plain_prompt
@@ -19,6 +20,9 @@ from shared.codecs import CODECS, DEFAULT_CODEC, get_codec
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import Description, SamplingParams
 from shared.vocabulary import check_same_tokenizer
+
+if TYPE_CHECKING:
+    from edge_client.draft_model import DraftModel
 
 _NUM_PINGS = 20
 _NUM_TOKENS = 48
@@ -149,7 +153,7 @@ async def _check_round_trip(verifier: Verifier, add: _Add, fault: _Fault) -> Non
 
 async def _check_model(
     options: Options, folder: Path, manifest: DraftManifest, add: _Add, fault: _Fault
-) -> Model | None:
+) -> DraftModel | None:
     try:
         model = await asyncio.to_thread(load_model, options, folder)
         if model is None:
@@ -162,7 +166,7 @@ async def _check_model(
     return model
 
 
-def _draft_step_s(model: Model, folder: Path, manifest: DraftManifest) -> float:
+def _draft_step_s(model: DraftModel, folder: Path, manifest: DraftManifest) -> float:
     """Median over blocks of one token, sampling and quantising included."""
     tokens = plain_prompt(manifest, load_tokenizer(folder), _PROMPT)
     drafter = Drafter(model, get_codec(DEFAULT_CODEC), manifest.tokenizer.size, ())

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
 from edge_client.connection import Patience, Verifier
 from edge_client.controller import Controller, FixedController, Plan
-from edge_client.drafting import Model
 from edge_client.generate import Conversation, SessionSettings
 from edge_client.manifest import TOKENIZER_NAME, DraftManifest, read_manifest
 from shared.codecs import CODECS
@@ -23,6 +23,9 @@ from shared.messages import Description, SamplingParams
 from shared.sampling import validate
 from shared.transport import Tls
 from shared.vocabulary import check_same_tokenizer
+
+if TYPE_CHECKING:
+    from edge_client.draft_model import DraftModel
 
 # The names that `cloud-verifier draft builtin` gives; importing them would import torch.
 BUILTIN_NAME, BUILTIN_PRECISION = "SmolLM2-135M-Instruct", "int8"
@@ -77,7 +80,7 @@ class Client:
     description: Description
     manifest: DraftManifest
     tokenizer: Tokenizer
-    model: Model | None
+    model: DraftModel | None
 
     def conversation(self, logprobs: int = 0) -> Conversation:
         """A new conversation; the caller enters it as a context manager."""
@@ -138,7 +141,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ) from error
 
 
-def load_model(options: Options, folder: Path) -> Model | None:
+def load_model(options: Options, folder: Path) -> DraftModel | None:
     if options.cloud_only:
         return None
     from edge_client.draft_model import DraftModel
