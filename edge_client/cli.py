@@ -37,7 +37,8 @@ app = typer.Typer(
     "Exit codes: 0 done, 1 something is wrong, 2 wrong use, 3 the verifier is away or busy, 130 interrupted.",
 )
 
-_CONNECTION, _MODEL, _SAMPLING, _SPECULATION, _OUTPUT = (
+_ENDPOINT, _CONNECTION, _MODEL, _SAMPLING, _SPECULATION, _OUTPUT = (
+    "Endpoint",
     "Connection",
     "Draft model",
     "Sampling",
@@ -316,6 +317,56 @@ def doctor(
 
     if not asyncio.run(examine(_options(locals()), report)):
         raise typer.Exit(WRONG)
+
+
+@app.command()
+def serve(
+    host: Annotated[str, _option(_ENDPOINT, "Address to listen on; the default is this machine alone.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[
+        int, _option(_ENDPOINT, "Port to listen on; 0 picks a free one.", min=0, max=65535)
+    ] = 8080,
+    api_key: Annotated[
+        str, _option(_ENDPOINT, "What clients must give; better set as SPECWIRE_API_KEY.", show_default=False)
+    ] = "",
+    allow_no_key: Annotated[
+        bool, _option(_ENDPOINT, "Listen beyond this machine without an API key.", "--allow-no-key")
+    ] = False,
+    allow_origin: Annotated[
+        str, _option(_ENDPOINT, "Web origins, with commas, whose pages may read answers (CORS).")
+    ] = "",
+    contexts: Annotated[
+        int, _option(_ENDPOINT, "Answers written at once; each keeps its conversation in memory.", min=1)
+    ] = 8,
+    model_alias: Annotated[str, _option(_ENDPOINT, "Another name that clients may use for the model.")] = "",
+    verifier: VerifierOption = DEFAULT_VERIFIER,
+    insecure: InsecureOption = False,
+    tls_ca: TlsCaOption = None,
+    token: TokenOption = "",
+    connect_timeout: ConnectTimeoutOption = 5.0,
+    patience: PatienceOption = 10.0,
+    draft: DraftOption = "builtin",
+    threads: ThreadsOption = 0,
+    k: KOption = "5",
+    ahead: AheadOption = "0",
+    codec: CodecOption = "",
+    verification: VerificationOption = "",
+    cloud_only: CloudOnlyOption = False,
+) -> None:
+    """An OpenAI-compatible endpoint and a chat page, for programs and browsers on this machine."""
+    import asyncio
+
+    from edge_client.api.server import ServeConfig
+    from edge_client.api.server import serve as serve_endpoint
+
+    origins = tuple(origin.strip() for origin in allow_origin.split(",") if origin.strip())
+    config = ServeConfig(host, port, api_key, allow_no_key, origins, contexts, model_alias)
+
+    def ready(url: str) -> None:
+        typer.echo(f"Serving on {url} (API at {url}/v1, chat page at {url}/); Ctrl-C ends it.")
+
+    asyncio.run(serve_endpoint(_options(locals()), config, ready, lambda text: typer.echo(text, err=True)))
 
 
 def _options(values: dict[str, Any]) -> Options:

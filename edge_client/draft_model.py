@@ -78,6 +78,10 @@ class DraftModel:
             ) from error
         return cls(manifest, session, max_context=max_context)
 
+    def fork(self) -> DraftModel:
+        """Another context, empty, on the same weights. Two contexts may run in two threads at once."""
+        return DraftModel(self.manifest, self._session, max_context=self.max_context)
+
     def rollback(self, length: int) -> None:
         """Forget everything from position `length` on."""
         if not 0 <= length <= self.kv_len:

@@ -88,6 +88,11 @@ class Conversation:
         """What the verifier has fixed so far, prompts included."""
         return tuple(self._session.committed) if self._session is not None else ()
 
+    @property
+    def traffic(self) -> Traffic | None:
+        """What the session has sent and received so far, counted on; None without a session."""
+        return self._session.traffic if self._session is not None else None
+
     async def reset(self) -> None:
         """Ends the session on the verifier."""
         session, self._session = self._session, None

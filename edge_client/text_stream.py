@@ -51,6 +51,11 @@ class TextStream:
         self.stopped = False
         self.num_kept = 0
 
+    @property
+    def settled(self) -> bool:
+        """Whether the text of every pushed token is out, none of it held back."""
+        return not self._pending and not self._held
+
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; returns the text, possibly empty, that may be shown now."""
         if self.stopped:

@@ -1,0 +1,1 @@
+"""A local OpenAI-compatible endpoint over one draft model and one verifier."""
