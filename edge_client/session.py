@@ -9,6 +9,7 @@ of the seed and of positions, so the same blocks get the same verdicts.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import secrets
 import time
@@ -295,9 +296,9 @@ class RemoteSession:
             was_open = bool(self._session_id)
             patience = self._verifier.patience.reconnect
             deadline = time.monotonic() + patience
-            for attempt in range(1_000_000):
+            for attempt in itertools.count():
                 self._drop_stream()
-                delay = random.uniform(0.0, min(_MAX_BACKOFF_S, _BACKOFF_S * 2**attempt))
+                delay = random.uniform(0.0, min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** min(attempt, 10)))
                 if _is_forgotten(cause):
                     self._session_id, delay = "", 0.0
                 elif attempt or cause.kind in _ELSEWHERE:
