@@ -1,0 +1,196 @@
+"""What comes out is distributed as the target alone would write it: over real gRPC, with good and bad drafts.
+
+For every token that came out, the target's exact distribution after the very same prefix is known. The
+mass of the likelier tokens, plus a random part of the token's own mass, is then uniform on [0, 1) if
+and only if the token was drawn from that distribution (the randomised probability integral transform).
+A Kolmogorov-Smirnov test asks whether it is: thousands of samples, at several positions, in one
+statistic. Ordering by likelihood puts truncated tails and sharpened heads at the two ends, where the
+test sees them best.
+
+Error rate: seeds are fixed; each of the at most 12 cases fails a right implementation with
+probability 5e-6, all of them together less than once in 10,000 choices of the seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+
+from edge_client.draft_model import DraftModel
+from edge_client.results import Result
+from shared.codecs import Row, get_codec
+from shared.messages import SamplingParams
+from shared.sampling import probabilities
+
+P_VALUE = 5e-6
+PROMPT = [256, *b"the cat"]
+PLAIN = SamplingParams(temperature=1.0)
+CUT = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01)
+
+WriteMany = Callable[..., list[Result]]
+
+
+class BadDraft:
+    """Logits that have nothing to do with the target: a fixed random row for each last token."""
+
+    max_context = 512
+
+    def __init__(self, vocab_size: int) -> None:
+        self._rows = np.random.default_rng(5).normal(0, 2, (vocab_size, vocab_size)).astype(np.float32)
+        self.kv_len = 0
+
+    def rollback(self, length: int) -> None:
+        self.kv_len = length
+
+    def feed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        self.kv_len += len(tokens)
+        return self._rows[tokens[-1]]
+
+
+def uniforms(
+    target: Path, prompt: Sequence[int], answers: Sequence[Sequence[int]], sampling: SamplingParams
+) -> NDArray[np.float64]:
+    """The transform of every token of every answer, [num_answers * num_tokens]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    rng = np.random.default_rng(11)
+    distributions: dict[tuple[int, ...], NDArray[np.float64]] = {}
+    prefixes = sorted({tuple(a[:i]) for a in answers for i in range(len(a))})
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for prefix in prefixes:
+        by_length.setdefault(len(prefix), []).append(prefix)
+    with torch.inference_mode():
+        for same_length in by_length.values():
+            for at in range(0, len(same_length), 64):
+                part = same_length[at : at + 64]
+                ids = torch.tensor([[*prompt, *prefix] for prefix in part])
+                logits = model(ids, logits_to_keep=1).logits[:, 0].numpy()
+                for prefix, row in zip(part, logits, strict=True):
+                    distributions[prefix] = probabilities(row[: row.size], sampling).astype(np.float64)
+    values = []
+    for answer in answers:
+        for i, token in enumerate(answer):
+            p = distributions[tuple(answer[:i])]
+            likelier = p[p > p[token]].sum() + p[:token][p[:token] == p[token]].sum()
+            values.append((likelier + rng.random() * p[token]) / p.sum())
+    return np.array(values)
+
+
+def sample(
+    run: WriteMany,
+    address: str,
+    models: Sequence[DraftModel],
+    sampling: SamplingParams,
+    num_answers: int,
+    prompt: Sequence[int] = PROMPT,
+    **settings: Any,
+) -> list[tuple[int, ...]]:
+    jobs = [(prompt, {"sampling": replace(sampling, seed=seed), **settings}) for seed in range(num_answers)]
+    return [result.tokens for result in run(address, models, jobs)]
+
+
+def p_value(values: NDArray[np.float64]) -> float:
+    return float(stats.kstest(values, "uniform").pvalue)
+
+
+@pytest.fixture(scope="module")
+def tiny_models(tiny_draft: Path) -> list[DraftModel]:
+    return [DraftModel.load(tiny_draft, threads=1) for _ in range(4)]
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, CUT], ids=["plain", "cut"])
+@pytest.mark.parametrize("draft", ["good", "bad"])
+@pytest.mark.parametrize(("codec", "ahead"), [("lattice", 0), ("dense_f16", 2)])
+def test_output_is_distributed_as_the_targets(
+    write_many: WriteMany,
+    tiny_verifier: str,
+    tiny_models: list[DraftModel],
+    tiny_target: Path,
+    sampling: SamplingParams,
+    draft: str,
+    codec: str,
+    ahead: int,
+) -> None:
+    size = tiny_models[0].manifest.vocab_size
+    extra = {"drafter": BadDraft(size)} if draft == "bad" else {}
+    models = tiny_models[:1] if draft == "bad" else tiny_models
+    answers = sample(
+        write_many,
+        tiny_verifier,
+        models,
+        sampling,
+        400,
+        max_new_tokens=6,
+        k=3,
+        codec=codec,
+        ahead=ahead,
+        **extra,
+    )
+    assert p_value(uniforms(tiny_target, PROMPT, answers, sampling)) > P_VALUE
+
+
+@dataclass(frozen=True)
+class OtherRow(Row):
+    """A row that sends one distribution and samples from another on the same ids: the classic bug."""
+
+    really: Row | None = None
+
+    def sample(self, word: int) -> int:
+        assert self.really is not None
+        return self.really.sample(word)
+
+
+class BrokenCodec:
+    """Sends equal weights for the eight likeliest ids, and samples from their true probabilities."""
+
+    name = "lattice"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_codec("lattice"), name)
+
+    def quantise(self, probs: NDArray[np.float32]) -> Row:
+        ids = np.sort(np.argsort(-probs, kind="stable")[:8]).astype(np.int32)
+        true = probs[ids].astype(np.float64)
+        ones = np.full(len(ids), 128, np.int64)
+        return OtherRow(ids, ones, int(ones.sum()), really=Row(ids, true, float(true.sum())))
+
+
+def test_the_test_sees_a_draft_that_samples_from_what_it_does_not_send(
+    write_many: WriteMany,
+    tiny_verifier: str,
+    tiny_models: list[DraftModel],
+    tiny_target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("edge_client.generate.get_codec", lambda name: BrokenCodec())
+    answers = sample(
+        write_many, tiny_verifier, tiny_models, PLAIN, 400, max_new_tokens=6, k=3, codec="lattice"
+    )
+    assert p_value(uniforms(tiny_target, PROMPT, answers, PLAIN)) < P_VALUE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("sampling", [PLAIN, replace(CUT, top_k=20)], ids=["plain", "cut"])
+def test_the_built_in_pair_too(
+    write_many: WriteMany,
+    builtin_verifier: str,
+    draft_dir: Path,
+    target_dir: Path,
+    sampling: SamplingParams,
+) -> None:
+    models = [DraftModel.load(draft_dir, threads=1) for _ in range(4)]
+    prompt = [504, 2159]
+    answers = sample(
+        write_many, builtin_verifier, models, sampling, 600, prompt=prompt, max_new_tokens=4, k=3
+    )
+    assert p_value(uniforms(target_dir, prompt, answers, sampling)) > P_VALUE
