@@ -132,7 +132,7 @@ class TunBackend(_NamespaceBackend):
         """Time a link without delay, and take half of that off each direction from now on."""
         assert self._child is not None
         self._child.ask({"do": "bare"})
-        command = self.inside("client", probe_command("ping", namespaces.SERVER_ADDRESS, "31", "3"))
+        command = self.inside("client", probe_command("ping", namespaces.SERVER_ADDRESS, "21", "2"))
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise LinkError(f"Nothing crosses the new link: {done.stderr.strip()}")
@@ -177,8 +177,8 @@ def netem_arguments(direction: Direction, mtu: int) -> list[str]:
     """The `tc ... netem` options of a direction.
 
     `rate` is always given, since only then does netem's jitter keep packets in order. The limit counts
-    packets in flight too, so what the delay holds is added to the queue (the default of 1,000 silently drops on
-    long fat links).
+    packets in flight too, so what the delay holds is added to the queue (the default of 1,000 silently drops
+    on long fat links).
     """
     rate_mbit = direction.rate_mbit or 10_000.0
     in_flight = math.ceil(rate_mbit * 1e3 * (direction.delay_ms + direction.jitter_ms) / 8 / mtu)

@@ -29,6 +29,7 @@ RTT_TOLERANCE_MS = 2.0
 _FLOW_PORT = 9
 _TRAIN_PORT = 10
 _TRAIN_S = 0.6
+_TRACE_TRAIN_S = 1.5
 _OVERDRIVE = 1.2
 _NUM_ECHOES = 41
 
@@ -77,12 +78,10 @@ def calibrate(link: Link, *, tcp: bool = False) -> dict[str, Any]:
         for side in ("up", "down"):
             if link.backend.packets:
                 _compare_rate(result, f"{side}_mbit", *_best_train(link, side))
-            if tcp or not link.backend.packets:
-                goodput = _measure_flow(link, side, reports)
-                if link.backend.packets:
-                    result.measured[f"tcp_{side}_mbit"] = round(goodput, 3)
-                else:
-                    _compare_rate(result, f"{side}_mbit", link.mean_rate_mbit(side), goodput)
+                if tcp:
+                    result.measured[f"tcp_{side}_mbit"] = round(_measure_flow(link, side, reports), 3)
+            elif rate_mbit := link.mean_rate_mbit(side):
+                _compare_rate(result, f"{side}_mbit", rate_mbit, _measure_flow(link, side, reports))
         link_cost = link.stats()
     return {
         "profile": profile.name,
@@ -150,7 +149,7 @@ def _measure_train(link: Link, side: str) -> tuple[float | None, float | None]:
     transmitter, duration_s = None, _TRAIN_S
     start_ns = link.backend.reset(outages=False)
     if side in link.traces:
-        duration_s = 2.0
+        duration_s = _TRACE_TRAIN_S
         lane = Lane(direction, seed=0, name=side, start_ns=start_ns, trace_ms=link.traces[side])
         transmitter = lane.transmitter
         windows = [start_ns + i * NS_PER_S // 10 for i in range(30)]
@@ -195,7 +194,8 @@ def _measure_train(link: Link, side: str) -> tuple[float | None, float | None]:
 def _measure_flow(link: Link, side: str, reports: IO[str]) -> float:
     """Goodput of one TCP flow in Mbit/s, once slow start is over."""
     link.backend.reset(outages=False)
-    seconds = min(6.0, max(2.0, 10 * link.profile.rtt_ms / 1000))
+    least_s = 2.0 if link.backend.packets else 1.0  # a relay has no slow start of its own
+    seconds = min(6.0, max(least_s, 10 * link.profile.rtt_ms / 1000))
     mode = "U" if side == "up" else "D"
     command = probe_command("flow", mode, *_endpoint(link, _FLOW_PORT), str(seconds))
     client = link.popen_client(command, stdout=subprocess.PIPE, text=True)

@@ -24,7 +24,11 @@ from netlab.profiles import PROFILES_FILE, Direction, load_profiles
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for what the link refuses)."""
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # argparse's own remainder would take our options too
+    end = words.index("--") if "--" in words else len(words)
+    options = _parser().parse_args(words[:end])
+    options.command = words[end + 1 :]
     # a polite kill unwinds the context managers too
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -55,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     run = actions.add_parser(
         "run",
         help="run a command on the client's host",
+        usage="netlab run PROFILE [options] -- CMD",
         description="{listen} and {server} in the commands stand for the address that the server listens on "
         "and the one that the client connects to.",
     )
@@ -72,7 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--server", metavar="COMMAND", help="a command for the server's host, started first")
     run.add_argument("--uncalibrated", action="store_true", help="do not measure, do not refuse")
     run.add_argument("--json", type=Path, metavar="FILE", help="write calibration and packet counts here")
-    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD")
     return parser
 
 
@@ -120,7 +124,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    command = options.command
     if not command:
         raise ValueError("no command given after --")
     with _link(options, calibrated=not options.uncalibrated) as link:

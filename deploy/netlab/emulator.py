@@ -1,8 +1,8 @@
 """The link process: two TUN devices in two namespaces, and packets that wait in between.
 
-Started by `backends.py`, which talks to it in JSON lines: it reads `{"do": "reset" | "bare" | "stats" |
-"stop"}` and answers each but the last with one line. When its standard input ends without a "stop" its owner has died:
-then it removes the namespaces itself.
+Started by `backends.py`, which talks to it in JSON lines: it reads orders, `{"do": "reset"}` and the like,
+and answers each but "stop" with one line. When its standard input ends without a "stop" its owner has died,
+and it removes the namespaces itself.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from netlab.profiles import BurstLoss, Direction, Outages
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 OPPORTUNITY_BYTES = 1500  # what one line of a mahimahi trace may carry
+_MAX_OUTAGES = 1000  # in a row, for one packet
 
 
 class Transmitter(Protocol):
@@ -125,10 +126,14 @@ class TraceRate:
 
     def depart(self, now_ns: int, size: int) -> int:
         self._seek(self._first_at_or_after(now_ns))
+        num_outages = 0
         while True:
             time_ns = self._time_ns(self._next)
             service_at = self._held.end_of_outage(time_ns)
             if service_at > time_ns:
+                num_outages += 1
+                if num_outages > _MAX_OUTAGES:
+                    raise ValueError("outages cover every opportunity of the trace: nothing would ever leave")
                 self._seek(self._first_at_or_after(service_at))
                 continue
             taken = min(size, self._left)

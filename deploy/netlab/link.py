@@ -31,6 +31,7 @@ from netlab.profiles import Profile, load_profiles
 
 BACKENDS = ("auto", "netem", "tun", "relay")
 TRACES_VARIABLE = "SPECWIRE_TRACES"
+GRACE_S = 5.0  # between asking a command to end and making it
 
 
 class Link:
@@ -160,13 +161,15 @@ class Link:
     def run_client(
         self, command: Sequence[str], *, timeout_s: float | None = None, check: bool = False, **options: Any
     ) -> subprocess.CompletedProcess[Any]:
-        """Run a command on the client's host to its end.
+        """Run a command on the client's host to its end; options as of `subprocess.run`.
 
         Raises:
             LinkError: the link died meanwhile.
             subprocess.TimeoutExpired: it took longer than `timeout_s`, and was killed.
             subprocess.CalledProcessError: with `check`, it failed.
         """
+        if options.pop("capture_output", False):
+            options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = self.popen_client(command, **options)
         with process:
             try:
@@ -209,7 +212,7 @@ class Link:
             process.terminate()
         for process in alive:
             try:
-                process.wait(timeout=5)
+                process.wait(timeout=GRACE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
