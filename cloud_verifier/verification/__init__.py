@@ -7,6 +7,7 @@ target runs in, and nothing loops over sessions except the packing of their meta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
@@ -14,14 +15,16 @@ import numpy as np
 import torch
 
 from cloud_verifier.verification.batch import Batch, pack
+from cloud_verifier.verification.block import judge_block
+from cloud_verifier.verification.coupled import judge_coupled
 from cloud_verifier.verification.greedy import judge_greedy
 from cloud_verifier.verification.logprobs import emitted_logprobs
-from cloud_verifier.verification.token import judge_token
+from cloud_verifier.verification.rejection import judge_fused, judge_token
 from cloud_verifier.verification.types import BlockInput, BlockOutcome
 from shared.faults import FaultKind, SpecwireError
 from shared.sampling import is_greedy
 
-__all__ = ["VERIFICATIONS", "BlockInput", "BlockOutcome", "get_verification", "judge"]
+__all__ = ["VERIFICATIONS", "BlockInput", "BlockOutcome", "Verification", "get_verification", "judge"]
 
 
 class Rule(Protocol):
@@ -41,23 +44,43 @@ class Rule(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """One entry of the table.
+
+    Attributes:
+        judge: the rule.
+        needs_q: whether blocks must carry the distributions that they were drawn from.
+        lossy: whether the output can differ from the target's distribution.
+    """
+
+    judge: Rule
+    needs_q: bool = True
+    lossy: bool = False
+
+
 # In order of preference.
-VERIFICATIONS: Mapping[str, Rule] = MappingProxyType({"token": judge_token, "greedy": judge_greedy})
+VERIFICATIONS: Mapping[str, Verification] = MappingProxyType(
+    {
+        "block": Verification(judge_block),
+        "token": Verification(judge_token),
+        "coupled": Verification(judge_coupled, needs_q=False),
+        "greedy": Verification(judge_greedy, needs_q=False),
+        "fused": Verification(judge_fused, lossy=True),
+    }
+)
 
-# Rules that are greedy whatever the request's temperature is, or that need no q.
-_NEED_NO_Q = frozenset({"greedy"})
 
-
-def get_verification(name: str) -> Rule:
+def get_verification(name: str) -> Verification:
     """The rule of that name, or SpecwireError(UNKNOWN_VERIFICATION) that names the known ones."""
-    rule = VERIFICATIONS.get(name)
-    if rule is None:
+    verification = VERIFICATIONS.get(name)
+    if verification is None:
         raise SpecwireError(
             FaultKind.UNKNOWN_VERIFICATION,
             f"There is no verification {name!r}.",
             f"Choose one of: {', '.join(VERIFICATIONS)}.",
         )
-    return rule
+    return verification
 
 
 def judge(logits: torch.Tensor, blocks: Sequence[BlockInput]) -> list[BlockOutcome]:
@@ -84,7 +107,7 @@ def judge(logits: torch.Tensor, blocks: Sequence[BlockInput]) -> list[BlockOutco
             outcomes[i] = BlockOutcome(0, (), fault=fault)
     for name, members in groups.items():
         chosen = [blocks[i] for i in members]
-        batch = pack(chosen, [row_starts[i] for i in members], with_draft=name not in _NEED_NO_Q)
+        batch = pack(chosen, [row_starts[i] for i in members], with_draft=VERIFICATIONS[name].needs_q)
         for i, outcome in zip(members, _judge_group(name, logits, chosen, batch), strict=True):
             outcomes[i] = outcome
     return [outcome for outcome in outcomes if outcome is not None]
@@ -97,7 +120,7 @@ def _judge_group(
         logits = logits[torch.from_numpy(batch.rows).to(logits.device)]
     # A NaN or +inf anywhere in a row shows in its maximum; -inf only forbids a token.
     top = logits.amax(dim=1)
-    num_accepted, tokens = VERIFICATIONS[name](logits, top, batch)
+    num_accepted, tokens = VERIFICATIONS[name].judge(logits, top, batch)
     finite = torch.isfinite(top)
     block_of_row = torch.from_numpy(batch.block_of_row).to(logits.device)
     faulty = torch.zeros_like(num_accepted).index_add_(0, block_of_row, (~finite).to(num_accepted.dtype))
@@ -120,7 +143,7 @@ def _judge_group(
 
 def _effective_rule(block: BlockInput, vocab_size: int) -> str:
     """The rule's name, "greedy" where every exact rule is the same; SpecwireError if it cannot be judged."""
-    get_verification(block.rule)
+    verification = get_verification(block.rule)
     num_drafted = len(block.tokens)
     if num_drafted and not 0 <= min(block.tokens) <= max(block.tokens) < vocab_size:
         raise SpecwireError(
@@ -128,9 +151,9 @@ def _effective_rule(block: BlockInput, vocab_size: int) -> str:
             f"A drafted token is outside the vocabulary of {vocab_size}.",
             "Use a draft model with the verifier's tokenizer.",
         )
-    if block.rule == "greedy" or is_greedy(block.sampling):
+    if is_greedy(block.sampling) and not (verification.lossy and block.sampling.fused_weight > 0):
         return "greedy"
-    if num_drafted and block.rule not in _NEED_NO_Q and (block.q is None or block.q.num_rows != num_drafted):
+    if num_drafted and verification.needs_q and (block.q is None or block.q.num_rows != num_drafted):
         carried = 0 if block.q is None else block.q.num_rows
         raise SpecwireError(
             FaultKind.BAD_PAYLOAD,

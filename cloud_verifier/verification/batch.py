@@ -39,6 +39,7 @@ class Batch:
         token_places: int64 [N], place of each token in a padded [B, max K] array, flattened.
         more: bool [B].
         params: of every row.
+        fused_weight: float64 [B].
         draft: q of every drafted token; None for rules that need none.
     """
 
@@ -52,6 +53,7 @@ class Batch:
     token_places: NDArray[np.int64]
     more: NDArray[np.bool_]
     params: RowParams
+    fused_weight: NDArray[np.float64]
     draft: DraftProbs | None
     _keys: tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]
 
@@ -62,6 +64,19 @@ class Batch:
     @property
     def max_drafted(self) -> int:
         return int(self.num_drafted.max(initial=0))
+
+    @property
+    def is_last_token(self) -> NDArray[np.bool_]:
+        """[N]: whether a token is the last of its block."""
+        last = np.ones(len(self.tokens), np.bool_)
+        last[:-1] = self.block_of_token[1:] != self.block_of_token[:-1]
+        return last
+
+    @property
+    def coupled_keys(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Seed (the 64 bits as int64) and position of each row, [R] each."""
+        seeds, positions, _ = self._keys
+        return seeds.view(np.int64), positions
 
     def need_draft(self) -> DraftProbs:
         if self.draft is None:
@@ -108,6 +123,7 @@ def pack(blocks: Sequence[BlockInput], row_starts: Sequence[int], *, with_draft:
         token_places=(block_of_row * int(num_drafted.max(initial=0)) + within)[is_token],
         more=np.array([b.more for b in blocks], np.bool_),
         params=params,
+        fused_weight=np.array([s.fused_weight for s in samplings], np.float64),
         draft=_pack_draft(blocks, tokens) if with_draft else None,
         _keys=(np.array([s.seed for s in samplings], np.uint64)[block_of_row], bases + within, bases),
     )

@@ -9,10 +9,14 @@ from cloud_verifier.verification.batch import Batch
 
 def judge_greedy(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """(num_accepted [B], recovered or bonus token [B]); see `Rule`. No softmax, no draws."""
-    # [R]; the lowest id among equals
-    best = logits.argmax(dim=1)
-    drafted = torch.from_numpy(batch.tokens).to(logits.device)
-    accepted = best[torch.from_numpy(batch.token_rows).to(logits.device)] == drafted
+    # The lowest id among equals.
+    return keep_matching(logits.argmax(dim=1), batch)
+
+
+def keep_matching(choice: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keeps drafted tokens while they are the target's `choice` [R]; the first other choice follows."""
+    device = choice.device
+    drafted = torch.from_numpy(batch.tokens).to(device)
+    accepted = choice[torch.from_numpy(batch.token_rows).to(device)] == drafted
     num_accepted = batch.padded(accepted.long(), 0).cumprod(dim=1).sum(dim=1)
-    starts = torch.from_numpy(batch.starts).to(logits.device)
-    return num_accepted, best[starts + num_accepted]
+    return num_accepted, choice[torch.from_numpy(batch.starts).to(device) + num_accepted]

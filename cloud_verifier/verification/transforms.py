@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shared.sampling import GREEDY_BELOW
+
 # Most nuclei have fewer tokens than this; a row whose nucleus is larger is sorted whole.
 _HEAD = 1024
 
@@ -20,7 +22,7 @@ _HEAD = 1024
 class RowParams:
     """Sampling parameters of every row; each array is [num_rows]."""
 
-    temperature: NDArray[np.float32]  # all above 0
+    temperature: NDArray[np.float32]  # below GREEDY_BELOW is one-hot
     top_k: NDArray[np.int64]  # 0 is off
     top_p: NDArray[np.float64]  # 1 is off
     min_p: NDArray[np.float32]  # 0 is off
@@ -31,12 +33,24 @@ def target_probs(logits: torch.Tensor, top: torch.Tensor, params: RowParams) -> 
 
     A row whose maximum is not finite comes out as NaN; the caller faults it.
     """
+    weights = target_weights(logits, top, params)
+    weights /= weights.sum(dim=1, keepdim=True)
+    return weights
+
+
+def target_weights(logits: torch.Tensor, top: torch.Tensor, params: RowParams) -> torch.Tensor:
+    """Probabilities relative to the likeliest token's, float32 [num_rows, V]; see `target_probs`."""
     device = logits.device
-    temperature = torch.from_numpy(params.temperature).to(device)
+    cold = params.temperature < GREEDY_BELOW
+    temperature = torch.from_numpy(np.where(cold, np.float32(1), params.temperature)).to(device)
     weights = logits.float() - top.float()[:, None]
     weights.div_(temperature[:, None]).exp_()
     _truncate_(weights, params)
-    weights /= weights.sum(dim=1, keepdim=True)
+    if cold.any():
+        rows = torch.from_numpy(np.flatnonzero(cold)).to(device)
+        best = logits[rows].argmax(dim=1)
+        weights[rows] = 0.0
+        weights[rows, best] = 1.0
     return weights
 
 

@@ -12,9 +12,9 @@ from shared.codecs import Distributions, get_codec
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import SamplingParams
 from shared.randomness import Purpose, random_words
-from shared.sampling import is_greedy, probabilities
+from shared.sampling import coupled_choice, is_greedy, probabilities
 
-ORACLES = {"token": reference.token_wise}
+ORACLES = {"token": reference.token_wise, "block": reference.block}
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,16 @@ class Nudged(reference.CounterDraws):
 def oracle(rows, block, by=0.0):
     """The oracle's judgement of `block` on float32 logits [K + 1, V]."""
     p = np.array([probabilities(row, block.sampling) for row in rows], np.float64)
-    if block.rule == "greedy" or is_greedy(block.sampling):
-        return reference.greedy(block.tokens, rows, more=block.more and bool(block.tokens))
-    q = np.zeros((0, rows.shape[1])) if block.q is None else block.q.dense(rows.shape[1])
     more = block.more and bool(block.tokens)
-    draws = Nudged(block.sampling.seed, block.base_len, by)
+    sampling = block.sampling
+    if block.rule == "greedy" or (is_greedy(sampling) and block.rule != "fused"):
+        return reference.greedy(block.tokens, rows, more=more)
+    if block.rule == "coupled":
+        return reference.coupled(block.tokens, p * (1 + by), sampling.seed, block.base_len, more=more)
+    q = np.zeros((0, rows.shape[1])) if block.q is None else block.q.dense(rows.shape[1])
+    draws = Nudged(sampling.seed, block.base_len, by)
+    if block.rule == "fused":
+        return reference.fused(block.tokens, q, p, draws, sampling.fused_weight, more=more)
     return ORACLES[block.rule](block.tokens, q, p, draws, more=more)
 
 
@@ -44,7 +49,8 @@ def random_sampling(rng):
         top_k=int(rng.choice([0, 0, 3, 20])),
         top_p=float(rng.choice([1.0, 1.0, 0.9, 0.4])),
         min_p=float(rng.choice([0.0, 0.0, 0.05])),
-        seed=int(rng.integers(2**63)),
+        seed=int(rng.integers(2**64, dtype=np.uint64)),
+        fused_weight=float(rng.choice([0.0, 0.3, 1.0])),
     )
 
 
@@ -129,7 +135,8 @@ def test_logits_that_are_not_finite_fault_their_own_block_only(rule, bad):
 
 @pytest.mark.parametrize("rule", VERIFICATIONS)
 def test_equal_distributions_accept_everything(rule):
-    sampling = SamplingParams(temperature=0.0) if rule == "greedy" else SAMPLED
+    # Rules that do not look at q need the target to be as sure as the draft.
+    sampling = SAMPLED if VERIFICATIONS[rule].needs_q else SamplingParams(temperature=0.0)
     blocks = [BlockInput((0, 0, 0), uniform_q(3), replace(sampling, seed=i), rule, 5) for i in range(50)]
     assert all(outcome.num_accepted == 3 for outcome in judge(flat(200), blocks))
 
@@ -140,8 +147,9 @@ def test_a_forbidden_token_is_rejected_whatever_the_draw(monkeypatch):
         lambda seeds, purpose, positions, bases: np.zeros(len(positions)),
     )
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, 0.0]] * 2)
-    outcome = judge(logits, [BlockInput((0,), uniform_q(1), SAMPLED, "token", 5)])[0]
-    assert (outcome.num_accepted, outcome.tokens) == (0, (1,))
+    for rule in ("token", "block", "fused"):
+        outcome = judge(logits, [BlockInput((0,), uniform_q(1), SAMPLED, rule, 5)])[0]
+        assert (outcome.num_accepted, outcome.tokens) == (0, (1,))
 
 
 @pytest.mark.parametrize("rule", VERIFICATIONS)
@@ -196,7 +204,8 @@ def test_a_block_that_cannot_be_judged_is_faulted_alone(block, kind):
 
 
 def test_the_table_names_what_it_knows():
-    assert set(VERIFICATIONS) >= {"token", "greedy"}
+    assert set(VERIFICATIONS) == {"block", "token", "coupled", "greedy", "fused"}
+    assert [name for name, verification in VERIFICATIONS.items() if verification.lossy] == ["fused"]
     with pytest.raises(SpecwireError, match="token"):
         get_verification("coin_toss")
 
@@ -220,3 +229,48 @@ def test_logprobs_are_the_targets_own_at_temperature_one(dtype):
             assert len(ids) == len(values) == block.logprobs
             np.testing.assert_allclose(values, expected[start + i][list(ids)], atol=1e-5)
             assert list(ids[1:]) == expected[start + i].topk(block.logprobs - 1).indices.tolist()
+
+
+def test_fused_at_weight_one_keeps_everything_and_at_weight_zero_is_token_wise():
+    rng = np.random.default_rng(6)
+    parts = [random_block(rng, 40, "fused") for _ in range(60)]
+    logits = torch.from_numpy(np.concatenate([rows for rows, _ in parts]))
+
+    def judged(rule, weight):
+        blocks = [
+            replace(block, rule=rule, sampling=replace(block.sampling, fused_weight=weight))
+            for _, block in parts
+        ]
+        return [(outcome.num_accepted, outcome.tokens) for outcome in judge(logits, blocks)]
+
+    assert judged("fused", 0.0) == judged("token", 0.0)
+    assert [kept for kept, _ in judged("fused", 1.0)] == [len(block.tokens) for _, block in parts]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_coupled_writes_what_the_target_alone_writes_whatever_is_drafted(temperature):
+    rng = np.random.default_rng(7)
+    table = torch.from_numpy(rng.normal(0, 2, (50, 50)).astype(np.float32))
+    sampling = SamplingParams(temperature=temperature, seed=11)
+
+    def write(num_drafted, length):
+        text = [0]
+        while len(text) <= length:
+            # The draft guesses from a blurred copy of the target.
+            drafted, previous = [], text[-1]
+            for i in range(num_drafted):
+                logits = (table[previous] + torch.from_numpy(rng.normal(0, 1, 50))).numpy()
+                probs = probabilities(logits, sampling)
+                previous = coupled_choice(probs, sampling.seed, len(text) + i)
+                drafted.append(previous)
+            rows = table[[text[-1], *drafted]]
+            outcome = judge(rows, [BlockInput(tuple(drafted), None, sampling, "coupled", len(text))])[0]
+            accepted[num_drafted] += outcome.num_accepted
+            text += [*drafted[: outcome.num_accepted], *outcome.tokens]
+        return text[: length + 1]
+
+    accepted = dict.fromkeys((0, 1, 3, 8), 0)
+    alone = write(0, 150)
+    assert all(write(k, 150) == alone for k in (1, 3, 8))
+    assert accepted[3] > 50
+    assert len(set(alone)) > 10

@@ -14,10 +14,10 @@ from shared.codecs import Distributions, Row, get_codec
 from shared.codecs.lattice import LatticeCodec
 from shared.messages import SamplingParams
 from shared.randomness import Purpose, random_words
-from shared.sampling import probabilities
+from shared.sampling import coupled_choice, probabilities
 
 VOCAB, NUM_DRAFTED, NUM_ROUNDS = 10, 3, 4_000
-LOSSLESS = ["token"]
+NEED_Q = ["token", "block"]
 REJECT_BELOW = 1e-6
 
 
@@ -62,11 +62,24 @@ def draft_rounds(draft, sampling, codec, *, sample_from_sent=True):
     return out
 
 
+def coupled_rounds(draft, sampling):
+    """Blocks whose tokens the shared noise picks; they carry no distributions."""
+    probs = draft.probs(sampling)
+    out = []
+    for seed in range(NUM_ROUNDS):
+        tokens, prefix = [], 0
+        for i in range(NUM_DRAFTED):
+            tokens.append(coupled_choice(probs[i][prefix], seed, 7 + i))
+            prefix = prefix * VOCAB + tokens[-1]
+        out.append((tuple(tokens), []))
+    return out
+
+
 def p_value(target, rounds, rule, sampling):
     """Chi-square p-value of the first two tokens that NUM_ROUNDS rounds lead to, against the target."""
     blocks, logits = [], []
     for seed, (tokens, rows) in enumerate(rounds):
-        q = Distributions.from_rows(rows)
+        q = Distributions.from_rows(rows) if rows else None
         params = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed)
         blocks.append(BlockInput(tokens, q, params, rule, base_len=7))
         prefix = 0
@@ -101,14 +114,17 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("rule", [*NEED_Q, "coupled"])
 @pytest.mark.parametrize("codec", ["lattice", "dense_f16"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "truncated"])
 @pytest.mark.parametrize("share", [0.7, 0.0], ids=["good_draft", "bad_draft"])
 def test_rounds_are_distributed_as_the_target_alone(rule, codec, sampling, share):
     target = Model(1)
     draft = mixed(target, Model(2), share)
-    rounds = draft_rounds(draft, sampling, get_codec(codec))
+    if rule == "coupled":
+        rounds = coupled_rounds(draft, sampling)
+    else:
+        rounds = draft_rounds(draft, sampling, get_codec(codec))
     assert p_value(target, rounds, rule, sampling) > REJECT_BELOW
 
 
@@ -120,7 +136,7 @@ class Truncating:
         return get_codec("lattice").quantise(kept / kept.sum())
 
 
-@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("rule", NEED_Q)
 @pytest.mark.parametrize("codec", [Truncating(), LatticeCodec("coarse", weight_bits=3)])
 def test_sampling_from_another_distribution_than_the_one_sent_is_caught(rule, codec, monkeypatch):
     target, sampling = Model(1), SamplingParams(temperature=1.0)

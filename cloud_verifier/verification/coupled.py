@@ -1,0 +1,96 @@
+"""Shared-noise coupling: Daliri et al. 2024 (arXiv 2408.07978), with the noise of `shared.randomness`.
+
+At each position the target's token is the id with the smallest noise / probability, and drafted
+tokens are kept while they are that token. What comes out is therefore what the target alone writes
+with that seed, whatever was drafted; no q is needed, and a lie about it gains nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cloud_verifier.verification.batch import Batch
+from cloud_verifier.verification.greedy import keep_matching
+from cloud_verifier.verification.transforms import target_weights
+from shared.randomness import COUPLED_BLOCK, Purpose, philox
+
+_LOW_32 = 0xFFFFFFFF
+_EXCESS = 1 << 8
+
+
+def judge_coupled(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(num_accepted [B], recovered or bonus token [B]); see `Rule`."""
+    seeds, positions = batch.coupled_keys
+    device = logits.device
+    weights = target_weights(logits, top, batch.params)
+    choice = _smallest_ratio(
+        weights, torch.from_numpy(seeds).to(device), torch.from_numpy(positions).to(device)
+    )
+    return keep_matching(choice, batch)
+
+
+def _smallest_ratio(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[R]: the id with the smallest noise / weight of each row of [R, V].
+
+    Blocks of ids are ruled out by their smallest noise and largest weight, so that few draws are made.
+    """
+    num_rows, vocab_size = weights.shape
+    num_blocks = -(-vocab_size // COUPLED_BLOCK)
+    padding = num_blocks * COUPLED_BLOCK - vocab_size
+    blocks = torch.nn.functional.pad(weights, (0, padding)).view(num_rows, num_blocks, COUPLED_BLOCK)
+    # [R, num_blocks]
+    largest = blocks.amax(dim=2).double()
+    rows, ids = largest.nonzero(as_tuple=True)
+    smallest, place = _block_noise(seeds[rows], positions[rows], ids)
+    lower = torch.full_like(largest, torch.inf)
+    lower[rows, ids] = smallest / largest[rows, ids]
+
+    best = torch.full((num_rows,), torch.inf, dtype=torch.float64, device=weights.device)
+    choice = torch.zeros(num_rows, dtype=torch.int64, device=weights.device)
+    members = torch.arange(COUPLED_BLOCK, device=weights.device)
+    entry = torch.full((num_rows, num_blocks), -1, device=weights.device)
+    entry[rows, ids] = torch.arange(len(rows), device=weights.device)
+
+    def look_into(row: torch.Tensor, block: torch.Tensor) -> None:
+        """Updates `best` and `choice` with all ids of these blocks."""
+        tokens = block[:, None] * COUPLED_BLOCK + members
+        excess = _excess_noise(seeds[row, None], positions[row, None], tokens)
+        which = entry[row, block]
+        noise = smallest[which, None] + torch.where(members == place[which, None], 0.0, excess)
+        ratio, member = (noise / blocks[row, block].double()).min(dim=1)
+        found = torch.full_like(best, torch.inf).scatter_reduce_(0, row, ratio, "amin")
+        wins = (ratio == found[row]) & (ratio < best[row])
+        choice[row[wins]] = block[wins] * COUPLED_BLOCK + member[wins]
+        torch.minimum(best, found, out=best)
+
+    finite = torch.isfinite(lower).any(dim=1).nonzero()[:, 0]
+    look_into(finite, lower.argmin(dim=1)[finite])
+    look_into(*(lower < best[:, None]).nonzero(as_tuple=True))
+    return choice
+
+
+def _block_noise(
+    seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`shared.randomness.coupled_blocks` in torch."""
+    c0, c1, c2, _ = _philox(seeds, positions, int(Purpose.COUPLED), blocks)
+    return _exponential(c0, c1) / COUPLED_BLOCK, c2 % COUPLED_BLOCK
+
+
+def _excess_noise(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """`shared.randomness.coupled_excesses` in torch."""
+    c0, c1, _, _ = _philox(seeds, positions, int(Purpose.COUPLED) | _EXCESS, tokens)
+    return _exponential(c0, c1)
+
+
+def _philox(seeds: torch.Tensor, positions: torch.Tensor, purpose: int, last: torch.Tensor) -> Any:
+    key = (seeds & _LOW_32, (seeds >> 32) & _LOW_32)
+    return philox((positions & _LOW_32, last, purpose, (positions >> 32) & _LOW_32), key)
+
+
+def _exponential(c0: torch.Tensor, c1: torch.Tensor) -> torch.Tensor:
+    # The top 53 bits of the word c1:c0, as in `shared.randomness.exponentials`.
+    bits = (c1 << 21) | (c0 >> 11)
+    return -torch.log((bits.double() + 0.5) * 2.0**-53)

@@ -1,0 +1,47 @@
+"""Rejection sampling token by token, and the lossy variant that judges by a mixture."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cloud_verifier.verification.batch import Batch
+from cloud_verifier.verification.sampling import draw_decisive
+from cloud_verifier.verification.transforms import target_probs
+from shared.randomness import Purpose
+
+
+def judge_token(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leviathan et al. 2022 (arXiv 2211.17192) Algorithm 1, Chen et al. 2023 (2302.01318) Algorithm 2.
+
+    (num_accepted [B], recovered or bonus token [B]); see `Rule`.
+    """
+    return _judge(logits, top, batch, None)
+
+
+def judge_fused(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token-wise against (1 - weight) p + weight q: lossy unless the request's weight is 0.
+
+    The residual max((1 - weight) p + weight q - q, 0) is (1 - weight) max(p - q, 0), so only the
+    acceptance differs from `judge_token`.
+    """
+    return _judge(logits, top, batch, batch.fused_weight)
+
+
+def _judge(
+    logits: torch.Tensor, top: torch.Tensor, batch: Batch, fused_weight: np.ndarray | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    device = logits.device
+    drawn = batch.need_draft().drawn
+    probs = target_probs(logits, top, batch.params)
+    token_rows = torch.from_numpy(batch.token_rows).to(device)
+    # [N]
+    judged = probs[token_rows, torch.from_numpy(batch.tokens).to(device)].double()
+    if fused_weight is not None:
+        weight = fused_weight[batch.block_of_token]
+        judged *= torch.from_numpy(1.0 - weight).to(device)
+        judged += torch.from_numpy(weight * drawn).to(device)
+    # Accept iff u < p / q, written without the division: p = 0 is never accepted, not even at u = 0.
+    draws = torch.from_numpy(batch.uniforms(Purpose.ACCEPT)[batch.token_rows] * drawn).to(device)
+    num_accepted = batch.padded((draws < judged).long(), 0).cumprod(dim=1).sum(dim=1)
+    return num_accepted, draw_decisive(probs, batch, num_accepted)
