@@ -12,6 +12,7 @@ from shared.faults import FaultKind, SpecwireError
 from shared.messages import PROTOCOL_VERSION, Append, Description, DraftBlock, Generate, Open
 from shared.vocabulary import check_same_tokenizer
 
+_FIELDS_BYTES = 1 << 16
 _MAX_LOGPROBS = 21  # the token itself and its 20 likeliest rivals
 
 
@@ -78,6 +79,21 @@ def check_open(message: Open, description: Description) -> Open:
     )
 
 
+def max_message_bytes(opened: Open | None, description: Description) -> int:
+    """No message of a client is longer; before a session is open, that of a prompt counts.
+
+    Token ids take at most 5 bytes each. Padding may double a payload. The rest is for the fields around.
+    """
+    bound = _FIELDS_BYTES + 5 * description.limits.max_context
+    if opened is not None:
+        payloads = [
+            get_codec(name).max_payload_bytes(opened.max_block, description.tokenizer.size)
+            for name in description.codecs
+        ]
+        bound = max(bound, _FIELDS_BYTES + 2 * max(payloads))
+    return min(bound, description.limits.max_message_bytes)
+
+
 def check_block(message: DraftBlock, opened: Open, description: Description) -> Distributions | None:
     """Decodes the block's payload and returns its K distributions; None where the rule needs none.
 
@@ -110,6 +126,8 @@ def check_block(message: DraftBlock, opened: Open, description: Description) -> 
             "Use the same Specwire version on both sides.",
             step=message.step,
         )
+    if not message.payload and (opened.verification == "greedy" or sampling.is_greedy(opened.sampling)):
+        return None
     q = codec.decode(message.payload, num_drafted, description.tokenizer.size)
     _check_support(message, q)
     return q

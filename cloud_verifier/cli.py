@@ -121,7 +121,9 @@ async def _serve(
     async with running_server(model, config) as port:
         host = config.listen.rpartition(":")[0]
         security = "plain text" if config.tls is None else "TLS"
-        typer.echo(f"Serving {Path(model.name).name} on {host}:{port} ({model.device}, {model.dtype}, {security}).")
+        typer.echo(
+            f"Serving {Path(model.name).name} on {host}:{port} ({model.device}, {model.dtype}, {security})."
+        )
         sys.stdout.flush()
         await stop.wait()
 

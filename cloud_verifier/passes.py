@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from cloud_verifier.kv_pool import KvPool
+from cloud_verifier.observer import Observer
 from cloud_verifier.registry import Registry
 from cloud_verifier.scheduler import Work
 from cloud_verifier.sessions import Session, Step
@@ -49,8 +50,21 @@ class StepEmulation:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """One reply of a pass. `first_token_s` is set when it carries the first token of an answer."""
+
+    reply: Verdict | Tokens
+    num_drafted: int
+    codec: str
+    round_s: float  # from the arrival of the step to the reply
+    first_token_s: float | None
+    since_last_s: float | None  # since the session's previous tokens left
+
+
+@dataclass(frozen=True, slots=True)
 class PassRecord:
-    """What one pass did, for metrics. Durations in seconds, of the engine's clock."""
+    """What one pass did. Durations in seconds, of the engine's clock; `busy_s` is the whole of it, from the
+    moment that the engine woke up, commands and planning included."""
 
     num_sessions: int
     num_tokens: int
@@ -58,7 +72,7 @@ class PassRecord:
     forward_s: float
     verification_s: float
     busy_s: float
-    replies: tuple[tuple[Session, Verdict | Tokens, int], ...]  # with the number of drafted tokens
+    answered: tuple[Answered, ...]
 
 
 Piece = tuple[Work, NDArray[np.int64]]
@@ -80,35 +94,46 @@ class PassRunner:
         self,
         model: Target,
         registry: Registry,
+        observer: Observer,
         emulation: StepEmulation | None,
         clock: Callable[[], float],
     ) -> None:
-        self.observers: list[Callable[[PassRecord], None]] = []
         self._model = model
         self._registry = registry
+        self._observer = observer
         self._emulation = emulation
         self._clock = clock
 
-    def run(self, works: list[Work]) -> None:
+    def run(self, works: list[Work], woke_at: float) -> None:
+        """One pass; whatever goes wrong ends the session that it belongs to, and no other."""
         started = self._clock()
-        self._registry.in_pass = {work.session.session_id for work in works}
+        try:
+            ready = self._claim(works)
+            for pieces, result in self._compute(ready) if ready else []:
+                self._finish(pieces, result, started, woke_at)
+        finally:
+            self._registry.in_pass.clear()
+
+    def _claim(self, works: list[Work]) -> list[Piece]:
+        """Slots for every piece of work. When they run out the oldest work goes first; the rest waits."""
         ready: list[Piece] = []
         for work in works:
+            session = work.session
+            if session.kv_len != work.start:
+                continue  # an older one needed its slots
+            self._registry.in_pass.add(session.session_id)
+            after = int(session.slots[-1]) if session.kv_len else None
             try:
-                after = int(work.session.slots[-1]) if work.session.kv_len else None
                 ready.append((work, self._model.pool.allocate(len(work.tokens), after=after)))
             except SpecwireError as error:
+                self._registry.in_pass.discard(session.session_id)
                 if not ready:
-                    self._registry.fault(work.session, error)
-                    break
-                # The others free slots when they end; this one waits for the next pass.
-        for pieces, result in self._compute(ready) if ready else []:
-            self._finish(pieces, result, started)
-        self._registry.in_pass = set()
+                    self._registry.fault(session, error)
+        return ready
 
     def _compute(self, ready: list[Piece]) -> list[tuple[list[Piece], _Result]]:
-        """Forward and verification. When a pass fails, each piece runs alone, so that only the one
-        at fault ends."""
+        """Forward and verification. When a pass fails each piece runs alone, so that only the one at fault
+        ends."""
         try:
             return [(ready, self._forward_and_judge(ready))]
         except Exception as error:
@@ -116,14 +141,7 @@ class PassRunner:
                 return [done for piece in ready for done in self._compute([piece])]
             work, new_slots = ready[0]
             self._model.pool.release(new_slots)
-            if not isinstance(error, SpecwireError):
-                log.error("session %s failed in a pass", work.session.session_id, exc_info=error)
-                error = SpecwireError(
-                    FaultKind.INTERNAL,
-                    f"The verifier failed on this session: {type(error).__name__}.",
-                    "Try again; the operator finds the cause in the verifier's log.",
-                )
-            self._registry.fault(work.session, error)
+            self._registry.fault(work.session, internal_fault(error, work))
             return []
 
     @torch.inference_mode()
@@ -144,62 +162,68 @@ class PassRunner:
             time.sleep(max(0.0, self._emulation.seconds(num_tokens) - (self._clock() - started)))
         judging = self._clock()
         judged = [work for work, _ in ready if work.step is not None]
-        logits = _with_kept_rows(rows, judged) if judged else None
-        outcomes = judge(logits, [_block_input(work) for work in judged]) if logits is not None else []
+        if not judged:
+            return _Result(None, [], judging - started, 0.0)
+        logits = _with_kept_rows(rows, judged)
+        outcomes = judge(logits, [_block_input(work) for work in judged])
         return _Result(logits, outcomes, judging - started, self._clock() - judging)
 
-    def _finish(self, pieces: list[Piece], result: _Result, started: float) -> None:
+    def _finish(self, pieces: list[Piece], result: _Result, started: float, woke_at: float) -> None:
         """Commits the outcomes of a pass and replies."""
         num_tokens = sum(len(work.tokens) for work, _ in pieces)
-        replies: list[tuple[Session, Verdict | Tokens, int]] = []
+        answered: list[Answered] = []
         outcomes = iter(result.outcomes)
         row = 0
         for work, new_slots in pieces:
-            session = work.session
-            if work.step is None:
-                session.slots = np.concatenate((session.slots, new_slots))
-                self._registry.cache_prompt(session)
+            session, step = work.session, work.step
+            held = session.slots = np.concatenate((session.slots, new_slots))
+            session.last_used = self._clock()
+            if step is None:
+                if not session.is_prefilling:
+                    self._registry.cache_prefix(session)
                 continue
+            outcome = next(outcomes)
+            row += len(work.drafted) + 1
             timing = Timing(
-                queue_us=max(0, int((started - work.step.arrived_at) * 1e6)),
+                queue_us=max(0, int((started - step.arrived_at) * 1e6)),
                 forward_us=int(result.forward_s * 1e6),
                 verification_us=int(result.verification_s * 1e6),
                 batch_sessions=len(pieces),
                 batch_tokens=num_tokens,
             )
-            row += len(work.drafted) + 1
-            last_row = result.logits[row - 1] if result.logits is not None else None
-            reply = self._commit(work, work.step, new_slots, next(outcomes), timing, last_row)
-            if reply is not None:
-                replies.append((session, reply, len(work.drafted)))
-        record = PassRecord(
-            num_sessions=len(pieces),
-            num_tokens=num_tokens,
-            num_prefill_tokens=sum(len(work.tokens) for work, _ in pieces if work.step is None),
-            forward_s=result.forward_s,
-            verification_s=result.verification_s,
-            busy_s=self._clock() - started,
-            replies=tuple(replies),
+            try:
+                if outcome.fault is not None:
+                    raise outcome.fault
+                last_row = None if result.logits is None else result.logits[row - 1]
+                answered.append(self._commit(work, step, held, outcome, timing, last_row))
+            except Exception as error:
+                self._registry.fault(session, internal_fault(error, work))
+        self._observer.passed(
+            PassRecord(
+                num_sessions=len(pieces),
+                num_tokens=num_tokens,
+                num_prefill_tokens=sum(len(work.tokens) for work, _ in pieces if work.step is None),
+                forward_s=result.forward_s,
+                verification_s=result.verification_s,
+                busy_s=self._clock() - woke_at,
+                answered=tuple(answered),
+            )
         )
-        for observer in self.observers:
-            observer(record)
 
     def _commit(
         self,
         work: Work,
         step: Step,
-        new_slots: NDArray[np.int64],
+        held: NDArray[np.int64],
         outcome: BlockOutcome,
         timing: Timing,
         last_row: torch.Tensor | None,
-    ) -> Verdict | Tokens | None:
-        """Turns one outcome into committed tokens, held slots and a reply; None after a fault."""
+    ) -> Answered:
+        """Turns one outcome into committed tokens, held slots and a reply.
+
+        `held` are the slots of the old prefix and of all that was fed.
+        """
         session, message = work.session, step.message
-        held = np.concatenate((session.slots, new_slots))
-        if outcome.fault is not None:
-            session.slots = held
-            self._registry.fault(session, outcome.fault)
-            return None
         before = len(session.committed)
         reply: Verdict | Tokens
         if isinstance(message, DraftBlock):
@@ -214,15 +238,43 @@ class PassRunner:
         session.slots = held[:keep]
         self._model.pool.release(held[keep:])
         session.kept_row = last_row.clone() if continues and last_row is not None else None
+        if work.start < session.answer_start - 1:
+            self._registry.cache_prefix(session)
+        answered = self._timed(session, step, reply, work)
         if isinstance(reply, Tokens) and not reply.last:
-            step.arrived_at = self._clock()
+            step.arrived_at = session.emitted_at
         else:
             session.steps.popleft()
             session.next_step = message.step + 1
             session.remember(message.step, _whole_reply(reply, step))
         self._registry.send(session, reply)
         self._registry.settle(session)
-        return reply
+        return answered
+
+    def _timed(self, session: Session, step: Step, reply: Verdict | Tokens, work: Work) -> Answered:
+        now, previous = self._clock(), session.emitted_at
+        session.emitted_at = now
+        return Answered(
+            reply=reply,
+            num_drafted=len(work.drafted),
+            codec=(getattr(step.message, "codec", "") or session.request.codec),
+            round_s=now - step.arrived_at,
+            first_token_s=None if previous else now - session.waiting_since,
+            since_last_s=now - previous if previous else None,
+        )
+
+
+def internal_fault(error: Exception, work: Work) -> SpecwireError:
+    """`error` as a fault of one session; whatever is not one already goes to the log with its traceback."""
+    if isinstance(error, SpecwireError):
+        return error
+    extra = {"session": work.session.session_id, "step": work.step.message.step if work.step else 0}
+    log.error("a pass failed", exc_info=error, extra=extra)
+    return SpecwireError(
+        FaultKind.INTERNAL,
+        f"The verifier failed on this session: {type(error).__name__}.",
+        "Try again; the operator finds the cause in the verifier's log.",
+    )
 
 
 def is_lossy(verification: str) -> bool:

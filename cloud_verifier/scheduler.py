@@ -1,9 +1,9 @@
 """Which work shares the next forward pass.
 
 Natural batching: whenever the model is free, everything that waits goes into the next pass, up to a
-token budget. Nobody waits for a timer or for a full batch. Blocks come before cloud-only writing,
-which comes before prompts; prompts go in chunks, and a share of the budget is theirs in every pass,
-so that neither side starves the other.
+token budget. Nobody waits for a timer or for a full batch. Steps (blocks to judge, tokens to write) come
+before prompts, in the order of their arrival. Prompts go in chunks; beside steps they get a fixed share of
+the pass, so that neither side starves the other and a verdict waits for one chunk at most.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ class Budget:
     """Tokens of one pass.
 
     Args:
-        pass_tokens: at most so many tokens in one pass.
-        prefill_chunk: at most so many prompt tokens of one session in one pass.
-        prefill_share: so many tokens of a pass are kept for prompts when any wait.
+        pass_tokens: of steps at most (a single step may have more), or of prompts when no step waits.
+        prefill_share: of prompts at most, in addition, in a pass that also answers steps.
     """
 
     pass_tokens: int = 512
-    prefill_chunk: int = 256
-    prefill_share: int = 64
+    prefill_share: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("pass_tokens", "prefill_chunk", "prefill_share"):
+        for name in ("pass_tokens", "prefill_share"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
@@ -40,14 +38,16 @@ class Work:
     """One session's part of a pass.
 
     Args:
-        tokens: to feed, the first of them at position `session.kv_len`.
-        drafted: the block's tokens among them (the last ones); empty when the target writes alone.
+        start: the session's `kv_len` when this was planned; position of the first of `tokens`.
+        tokens: to feed.
         step: what is answered after the pass; None for a chunk of a prompt.
+        drafted: the block's tokens among `tokens` (the last ones); empty when the target writes alone.
     """
 
     session: Session
-    step: Step | None
+    start: int
     tokens: tuple[int, ...]
+    step: Step | None = None
     drafted: tuple[int, ...] = ()
 
     @property
@@ -61,48 +61,41 @@ class Work:
 def plan(sessions: Iterable[Session], budget: Budget) -> list[Work]:
     """Chooses the next pass from the sessions that have something to do.
 
-    Each session appears at most once. Order of arrival decides within each kind of work; the first
-    piece of work is taken whatever its size, so that nothing can wait for ever.
+    Each session appears at most once. The oldest step is taken whatever its size, and so is some of the
+    oldest prompt, so that nothing can wait for ever.
     """
-    verifying: list[Work] = []
-    writing: list[Work] = []
-    prefilling: list[Session] = []
-    for session in sorted(sessions, key=_arrival):
-        work = _step_work(session, budget) if session.steps else None
-        if work is None:
-            prefilling.append(session)
-        elif isinstance(work.step and work.step.message, DraftBlock):
-            verifying.append(work)
-        else:
-            writing.append(work)
     chosen: list[Work] = []
-    left = budget.pass_tokens - (budget.prefill_share if prefilling else 0)
-    for work in verifying + writing:
+    prompts: list[Session] = []
+    left = budget.pass_tokens
+    for session in sorted(sessions, key=_arrival):
+        if not session.steps or session.behind > budget.prefill_share:
+            prompts.append(session)
+            continue
+        work = _step_work(session)
         if not chosen or len(work.tokens) <= left:
             chosen.append(work)
             left -= len(work.tokens)
-    left += budget.prefill_share if prefilling else 0
-    for session in prefilling:
-        if left <= 0 and chosen:
+    left = budget.prefill_share if chosen else budget.pass_tokens
+    for session in prompts:
+        if left <= 0:
             break
-        chunk = min(budget.prefill_chunk, max(left, 1))
-        start = session.kv_len
-        tokens = session.committed[start : min(start + chunk, len(session.committed) - 1)]
-        if tokens:
-            chosen.append(Work(session, None, tuple(tokens)))
-            left -= len(tokens)
+        # The last token stays behind: its logits are wanted with the first step.
+        end = min(session.kv_len + left, len(session.committed) - 1)
+        work = Work(session, session.kv_len, tuple(session.committed[session.kv_len : end]))
+        if session.steps and len((whole := _step_work(session)).tokens) <= left:
+            work = whole
+        if work.tokens:
+            chosen.append(work)
+            left -= len(work.tokens)
     return chosen
 
 
-def _step_work(session: Session, budget: Budget) -> Work | None:
-    """The session's first step as work, or None while its prompt is still too long to go with it."""
+def _step_work(session: Session) -> Work:
     step = session.steps[0]
-    message = step.message
-    drafted = session.drafted(message) if isinstance(message, DraftBlock) else ()
-    if session.behind > budget.prefill_chunk:
-        return None
-    return Work(session, step, (*session.committed[session.kv_len :], *drafted), drafted)
+    drafted = session.drafted(step.message) if isinstance(step.message, DraftBlock) else ()
+    tokens = (*session.committed[session.kv_len :], *drafted)
+    return Work(session, session.kv_len, tokens, step, drafted)
 
 
 def _arrival(session: Session) -> float:
-    return session.steps[0].arrived_at if session.steps else session.last_used
+    return session.steps[0].arrived_at if session.steps else session.waiting_since

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -19,20 +20,19 @@ from cloud_verifier.engine import Engine
 from cloud_verifier.passes import StepEmulation, is_lossy
 from cloud_verifier.registry import EngineLimits
 from cloud_verifier.scheduler import Budget
-from cloud_verifier.service import VerifierService
+from cloud_verifier.service import SERVICE_NAME, VerifierService
 from cloud_verifier.target_model import TargetModel
 from cloud_verifier.verification import VERIFICATIONS
 from shared import transport
 from shared.codecs import CODECS
 from shared.messages import Description, Limits
-from shared.pb.specwire.v1 import verifier_pb2 as pb
-from shared.pb.specwire.v1 import verifier_pb2_grpc as pb_grpc
 from shared.vocabulary import tokenizer_identity
 
 log = logging.getLogger(__name__)
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["Verifier"].full_name
 _EXPIRY_PERIOD_S = 5.0
+_DRAIN_TICK_S = 0.05
+_LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def make_describe(model: TargetModel, engine: Engine, config: ServerConfig) -> C
         codecs=tuple(CODECS),
         verifications=config.verifications or exact_verifications(),
         limits=Limits(
-            max_context=model.max_context,
+            max_context=engine.max_context,
             max_block=config.limits.max_block,
             max_message_bytes=config.max_message_bytes,
             max_in_flight=config.limits.max_in_flight,
@@ -93,16 +93,15 @@ async def running_server(
     engine = Engine(model, limits=config.limits, budget=config.budget, emulation=config.emulation)
     server = grpc.aio.server(options=transport.server_options(config.max_message_bytes))
     describe = make_describe(model, engine, config)
-    pb_grpc.add_VerifierServicer_to_server(  # type: ignore[no-untyped-call]
-        VerifierService(engine, describe, authenticator or Authenticator()), server
-    )
+    service = VerifierService(engine, describe, authenticator or Authenticator())
+    server.add_generic_rpc_handlers((service.handlers(),))
     healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     port = transport.bind_server(server, config.listen, config.tls)
     engine.start()
     await server.start()
-    for name in ("", _SERVICE):
+    for name in ("", SERVICE_NAME):
         await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
     expiry = asyncio.create_task(_expire(engine))
     try:
@@ -110,9 +109,22 @@ async def running_server(
     finally:
         expiry.cancel()
         await healthy.enter_graceful_shutdown()
-        engine.drain("This verifier is shutting down.")
-        await server.stop(config.drain_timeout_s)
+        await _drain(engine, config.drain_timeout_s)
+        await server.stop(_LAST_WORDS_S)
         await asyncio.to_thread(engine.stop)
+
+
+async def _drain(engine: Engine, timeout_s: float) -> None:
+    """Lets answers go on until they end, move or `timeout_s` is over; whoever is silent is sent away."""
+    engine.drain("This verifier is shutting down.")
+    deadline = time.monotonic() + timeout_s
+    grace_s = min(engine.limits.drain_grace_seconds, timeout_s)
+    while time.monotonic() < deadline:
+        engine.dismiss(grace_s)
+        await asyncio.sleep(_DRAIN_TICK_S)
+        if not engine.num_attached:
+            return
+    engine.dismiss(-1)
 
 
 async def _expire(engine: Engine) -> None:

@@ -1,93 +1,75 @@
-"""RPC <-> sessions, nothing else: reads a stream, checks what can be checked without the model, hands
-steps to the engine, and writes what comes back."""
+"""RPC <-> streams, nothing else: names the caller and hands bytes on."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
+import grpc
 import grpc.aio
 
-from cloud_verifier.admission import check_block, check_open, check_step
-from cloud_verifier.auth import Authenticator
-from cloud_verifier.engine import Engine, Ticket
+from cloud_verifier.auth import Authenticator, Identity
+from cloud_verifier.engine import Engine
+from cloud_verifier.quotas import Meter
+from cloud_verifier.stream import ServicePolicy, Stream
 from shared import wire
-from shared.faults import FaultKind, SpecwireError
-from shared.messages import Append, Close, Description, DraftBlock, Generate, Open
+from shared.faults import SpecwireError
+from shared.messages import Description
 from shared.pb.specwire.v1 import verifier_pb2 as pb
-from shared.pb.specwire.v1 import verifier_pb2_grpc as pb_grpc
 
-_Context = grpc.aio.ServicerContext[pb.ClientMessage, pb.ServerMessage]
-
-log = logging.getLogger(__name__)
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Verifier"].full_name
 
 
-class Outbox:
-    """Messages on their way from the engine's thread to one stream."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[pb.ServerMessage | None] = asyncio.Queue()
-        self._closed = False
-
-    def put(self, message: wire.ServerMessage) -> None:
-        """From any thread. A fault is the last message of a stream."""
-        proto = wire.server_message_to_proto(message)
-        last = isinstance(message, SpecwireError)
-        try:
-            self._loop.call_soon_threadsafe(self._put, proto, last)
-        except RuntimeError:  # the loop has ended, and with it the stream
-            log.debug("a reply came after the end of the server")
-
-    def _put(self, proto: pb.ServerMessage, last: bool) -> None:
-        if self._closed:
-            return
-        self._queue.put_nowait(proto)
-        if last:
-            self.close()
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._queue.put_nowait(None)
-
-    async def messages(self) -> AsyncIterator[pb.ServerMessage]:
-        while (message := await self._queue.get()) is not None:
-            yield message
-
-
-class VerifierService(pb_grpc.VerifierServicer):
+class VerifierService:
     """The gRPC service. `describe` gives the current description, load included."""
 
     def __init__(
-        self, engine: Engine, describe: Callable[[], Description], authenticator: Authenticator
+        self,
+        engine: Engine,
+        describe: Callable[[], Description],
+        authenticator: Authenticator,
+        policy: ServicePolicy | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._engine = engine
         self._describe = describe
+        self._offer = describe()  # all but the load, which no check needs
         self._authenticator = authenticator
+        self.policy = policy or ServicePolicy()
+        self.meter = meter or Meter()
 
-    async def Describe(  # noqa: N802 - the name is the contract's
-        self, request: pb.DescribeRequest, context: _Context
-    ) -> pb.DescribeResponse:
+    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """The RPCs. Session's messages come as bytes, so that their size is checked before they are parsed
+        and a malformed one is a typed fault."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "Describe": grpc.unary_unary_rpc_method_handler(
+                    self.describe,
+                    pb.DescribeRequest.FromString,
+                    pb.DescribeResponse.SerializeToString,
+                ),
+                "Session": grpc.stream_stream_rpc_method_handler(self.session),
+            },
+        )
+
+    async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
         await self._identify(context)
         return wire.description_to_proto(self._describe())
 
-    async def Session(  # noqa: N802
-        self, requests: AsyncIterator[pb.ClientMessage], context: _Context
-    ) -> AsyncIterator[pb.ServerMessage]:
-        owner = await self._identify(context)
-        outbox = Outbox()
-        ticket = self._engine.ticket(owner, outbox.put)
-        reader = asyncio.create_task(self._read(requests, ticket, outbox))
+    async def session(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        identity = await self._identify(context)
+        stream = Stream(self._engine, self._offer, self.policy, self.meter, identity)
+        reader = asyncio.create_task(stream.read(requests))
         try:
-            async for message in outbox.messages():
+            async for message in stream.replies():
                 yield message
         finally:
             reader.cancel()
-            ticket.detach()
+            stream.ticket.detach()
 
-    async def _identify(self, context: _Context) -> str:
+    async def _identify(self, context: Any) -> Identity:
         try:
             return self._authenticator.identify(
                 dict(context.invocation_metadata() or ()), context.auth_context()
@@ -95,52 +77,3 @@ class VerifierService(pb_grpc.VerifierServicer):
         except SpecwireError as error:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
             raise
-
-    async def _read(self, requests: AsyncIterator[pb.ClientMessage], ticket: Ticket, outbox: Outbox) -> None:
-        opened: Open | None = None
-        try:
-            async for proto in requests:
-                message = wire.client_message_from_proto(proto)
-                if opened is None:
-                    opened = self._open(message, ticket)
-                else:
-                    self._advance(message, opened, ticket)
-        except SpecwireError as error:
-            ticket.fail(error)
-            return
-        except asyncio.CancelledError:
-            raise
-        except Exception:
-            log.exception("a stream failed")
-            ticket.fail(
-                SpecwireError(FaultKind.INTERNAL, "The verifier failed on this stream.", "Try again.")
-            )
-            return
-        outbox.close()
-
-    def _open(self, message: object, ticket: Ticket) -> Open:
-        if not isinstance(message, Open):
-            raise SpecwireError(
-                FaultKind.BAD_REQUEST,
-                f"The first message was {type(message).__name__}, not Open.",
-                "Open a session first.",
-            )
-        opened = check_open(message, self._describe())
-        ticket.open(opened)
-        return opened
-
-    def _advance(self, message: object, opened: Open, ticket: Ticket) -> None:
-        match message:
-            case DraftBlock():
-                ticket.submit(message, check_block(message, opened, self._describe()))
-            case Append() | Generate():
-                check_step(message, self._describe())
-                ticket.submit(message)
-            case Close():
-                ticket.close()
-            case _:
-                raise SpecwireError(
-                    FaultKind.BAD_REQUEST,
-                    "A second Open came on the same stream.",
-                    "Use one stream for each session.",
-                )

@@ -40,14 +40,15 @@ REPLAY_WINDOW = 16
 """Steps whose verdicts are remembered; more than any client may have in flight."""
 
 Sink = Callable[[ServerMessage], None]
-"""Takes a message to the client that holds the session; callable from the model's thread."""
+"""Takes a message to the client that holds the session, from the engine's thread; a fault is the last one."""
 
 
 @dataclass(slots=True)
 class Step:
     """One client message that advances the session, waiting for its turn.
 
-    `q` is the block's decoded payload; `written` are the tokens that a Generate has given so far.
+    `arrived_at` is when it came or, for a Generate that goes on, when its last token left. `q` is the
+    block's decoded payload; `written` are the tokens that a Generate has given so far.
     """
 
     message: DraftBlock | Append | Generate
@@ -58,7 +59,12 @@ class Step:
 
 @dataclass(slots=True)
 class Session:
-    """State of one session. `slots[i]` is the KV slot of committed token i, for i < kv_len."""
+    """State of one session. `slots[i]` is the KV slot of committed token i, for i < kv_len.
+
+    `last_used` is when the client or the model last moved the session; `waiting_since` is when the first
+    token of the current answer was asked for, and `emitted_at` when its newest token left (0: none yet).
+    `matched` is the version of the prefix cache that this session has looked its prefix up in.
+    """
 
     session_id: str
     owner: str
@@ -78,6 +84,9 @@ class Session:
     answered: OrderedDict[int, ServerMessage] = field(default_factory=OrderedDict)
     sink: Sink | None = None
     last_used: float = 0.0
+    waiting_since: float = 0.0
+    emitted_at: float = 0.0
+    matched: int = -1
 
     @property
     def kv_len(self) -> int:
@@ -92,6 +101,22 @@ class Session:
     def limit(self) -> int:
         """Committed length at which the answer ends."""
         return min(self.answer_start + self.max_new_tokens, self.max_context)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.steps) or self.is_prefilling
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether the prompt may go ahead without waiting for a step."""
+        return self.wants_prefill and self.behind > 1
+
+    def mark_ended(self) -> None:
+        """Sets the finish reason of an answer that came with the request, from another verifier."""
+        if len(self.committed) >= self.limit:
+            self.finish_reason = FinishReason.LENGTH
+        if len(self.committed) > self.answer_start and self.committed[-1] in self.request.eos_ids:
+            self.finish_reason = FinishReason.STOP
 
     def drafted(self, block: DraftBlock) -> tuple[int, ...]:
         """The block's tokens that can still become part of the answer."""
@@ -161,28 +186,25 @@ class Session:
         self.finish_reason = FinishReason.NONE
         self.kept_row = None
         self.wants_prefill = True
+        self.emitted_at = 0.0
         return Tokens(message.step, self.epoch, (), len(self.committed), self.finish_reason)
 
     def check_step(self, message: DraftBlock | Append | Generate) -> None:
         """Raises OUT_OF_ORDER unless `message` continues this session exactly."""
+        problem = ""
         if message.step != self.next_step:
+            problem = f"came where step {self.next_step} was expected"
+        elif message.epoch > self.epoch:
+            problem = f"claims epoch {message.epoch}, but the session is in epoch {self.epoch}"
+        # A block of an older epoch is stale and not judged; an Append must never land elsewhere.
+        elif (message.epoch == self.epoch or isinstance(message, Append)) and (
+            message.base_len != len(self.committed)
+        ):
+            problem = f"follows {message.base_len} tokens, but {len(self.committed)} are committed"
+        if problem:
             raise SpecwireError(
                 FaultKind.OUT_OF_ORDER,
-                f"Step {message.step} came where step {self.next_step} was expected.",
-                "Resume the session, or open a new one with the text so far.",
-                step=message.step,
-            )
-        if message.epoch > self.epoch:
-            raise SpecwireError(
-                FaultKind.OUT_OF_ORDER,
-                f"Step {message.step} claims epoch {message.epoch}, but the session is in {self.epoch}.",
-                "Resume the session, or open a new one with the text so far.",
-                step=message.step,
-            )
-        if message.epoch == self.epoch and message.base_len != len(self.committed):
-            raise SpecwireError(
-                FaultKind.OUT_OF_ORDER,
-                f"Step {message.step} follows {message.base_len} tokens, not {len(self.committed)}.",
+                f"Step {message.step} {problem}.",
                 "Resume the session, or open a new one with the text so far.",
                 step=message.step,
             )
