@@ -19,6 +19,8 @@ from tokenizers import Tokenizer
 from cloud_verifier.attention import Group, PassLayout, attend, causal_mask, is_run, plan_groups
 from cloud_verifier.host import free_memory_bytes, has_bfloat16_arithmetic
 from cloud_verifier.kv_pool import KvPool, LayerShape, slot_bytes
+from cloud_verifier.native_linear import load_kernel, pack_linears
+from shared.config import cache_dir
 from shared.faults import FaultKind, SpecwireError
 
 _ATTENTION = "specwire"
@@ -96,6 +98,7 @@ class TargetModel:
         num_slots: int | None = None,
         kv_cache_bytes: int | None = None,
         max_sessions: int = 64,
+        native: bool = True,
     ) -> TargetModel:
         """Loads a model by folder or hub name.
 
@@ -107,6 +110,7 @@ class TargetModel:
             num_slots: tokens that the pool holds; overrides `kv_cache_bytes`.
             kv_cache_bytes: size of the pool; None takes a share of the free memory.
             max_sessions: the pool chosen from free memory is no larger than this many whole contexts.
+            native: use compiled linear layers where the machine has a C compiler (CPU, float32).
 
         Raises:
             SpecwireError: UNSUPPORTED_MODEL for a model that cannot roll back or does not attend through the
@@ -121,6 +125,10 @@ class TargetModel:
             name_or_path, dtype=target_dtype, attn_implementation=_ATTENTION
         )
         model.eval().to(target_device)
+        if target_device.type == "cpu" and native:
+            kernel = load_kernel(cache_dir())
+            if kernel is not None:
+                pack_linears(model, kernel)
         layers = _layer_shapes(model.config.get_text_config())
         if num_slots is None:
             each = slot_bytes(layers, target_dtype)

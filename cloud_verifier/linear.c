@@ -1,0 +1,72 @@
+/* y = x W^T for a few rows of x, as fast as memory delivers W.
+ *
+ * W [N, K] arrives as panels of 16 rows, transposed: w[N / 16][K][16]. A panel is read once from memory, in
+ * chunks of K that stay in the first-level cache while every group of rows of x passes over them. Each group
+ * keeps its 16 sums a row in registers. Summing chunk by chunk keeps the rounding error small; the order depends
+ * on K alone, so that a row's result does not depend on the rest of the batch or on the number of threads.
+ */
+#include <stddef.h>
+
+typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias)); /* reads and writes anywhere */
+
+enum { WIDTH = 16, CHUNK = 192, GROUP = 6 };
+
+/* Adds x [m, k] times one chunk of a panel, w [k][16], to y [m, 16]; `first` overwrites y. Inlined for
+ * each m, so that the loops over i vanish and the sums live in registers. */
+static inline __attribute__((always_inline)) void group(size_t m, const float *x, size_t ldx, const float *w,
+                                                        size_t k, float *y, size_t ldy, int first) {
+    v8 left[GROUP] = {{0}}, right[GROUP] = {{0}};
+    for (size_t j = 0; j < k; j++) {
+        const v8 *wj = (const v8 *)(w + WIDTH * j);
+        const v8 w_left = wj[0], w_right = wj[1];
+        __builtin_prefetch(w + WIDTH * j + 1024);
+        for (size_t i = 0; i < m; i++) {
+            left[i] += w_left * x[i * ldx + j];
+            right[i] += w_right * x[i * ldx + j];
+        }
+    }
+    for (size_t i = 0; i < m; i++) {
+        v8 *yi = (v8 *)(y + i * ldy);
+        if (!first) {
+            left[i] += yi[0];
+            right[i] += yi[1];
+        }
+        yi[0] = left[i];
+        yi[1] = right[i];
+    }
+}
+
+static void panel(const float *x, size_t m, size_t k, const float *w, float *y, size_t n) {
+    for (size_t at = 0; at < k; at += CHUNK) {
+        const size_t len = k - at < CHUNK ? k - at : CHUNK;
+        for (size_t row = 0; row < m;) {
+            /* Split so that the groups are of even size: 8 is 4 + 4, not 6 + 2. */
+            const size_t left = m - row, groups = (left + GROUP - 1) / GROUP;
+            const size_t size = (left + groups - 1) / groups;
+            const float *xs = x + row * k + at, *ws = w + at * WIDTH;
+            float *ys = y + row * n;
+            switch (size) {
+                case 1: group(1, xs, k, ws, len, ys, n, at == 0); break;
+                case 2: group(2, xs, k, ws, len, ys, n, at == 0); break;
+                case 3: group(3, xs, k, ws, len, ys, n, at == 0); break;
+                case 4: group(4, xs, k, ws, len, ys, n, at == 0); break;
+                case 5: group(5, xs, k, ws, len, ys, n, at == 0); break;
+                default: group(6, xs, k, ws, len, ys, n, at == 0); break;
+            }
+            row += size;
+        }
+    }
+}
+
+/* x [m, k], w [panels][k][16], bias [16 * panels] or null, y [m, 16 * panels]; all float32 and dense. */
+void specwire_linear(const float *x, size_t m, size_t k, const float *w, size_t panels, const float *bias,
+                     float *y, int threads) {
+    const size_t n = panels * WIDTH;
+#pragma omp parallel for schedule(static) num_threads(threads) if (m * n * k > 1 << 15)
+    for (size_t p = 0; p < panels; p++) {
+        panel(x, m, k, w + p * k * WIDTH, y + p * WIDTH, n);
+        if (bias)
+            for (size_t i = 0; i < m; i++)
+                for (size_t j = 0; j < WIDTH; j++) y[i * n + p * WIDTH + j] += bias[p * WIDTH + j];
+    }
+}
