@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from cloud_verifier.drafts.quiet import quiet_transformers
+
 
 @dataclass(frozen=True, slots=True)
 class Timed:
@@ -51,7 +53,8 @@ class HfGenerate:
     def __init__(self, name_or_path: str, *, device: str = "cpu", dtype: str = "float32") -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=getattr(torch, dtype))
+        with quiet_transformers():
+            self._model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=getattr(torch, dtype))
         self._model.eval().to(device)
         self._device = device
 
@@ -86,3 +89,11 @@ class HfGenerate:
         )
         tokens = tuple(int(token) for token in out[0, len(prompt) :])
         return Timed(tokens, clock.times[1] - started, clock.times[-1] - started)
+
+    @torch.inference_mode()
+    def logprobs(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
+        """The model's log-probability of each of `tokens` in its place, at temperature 1."""
+        ids = torch.tensor([[*prompt, *tokens]], device=self._device)
+        rows = self._model(ids, logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
+        picked = torch.log_softmax(rows, dim=-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        return tuple(picked.tolist())

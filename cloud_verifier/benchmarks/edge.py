@@ -10,13 +10,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from cloud_verifier.benchmarks.baseline import Timed
+from edge_client.chat_template import render
 from edge_client.connection import Verifier
 from edge_client.controller import Controller
 from edge_client.draft_model import DraftModel
 from edge_client.generate import Conversation, SessionSettings
 from edge_client.manifest import TOKENIZER_NAME
 from edge_client.results import Emission, Result
-from shared.messages import SamplingParams
+from shared.messages import Description, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,16 @@ class BenchEdge:
 
     def __init__(self, draft: Path, address: str, *, threads: int = 0) -> None:
         self.model = DraftModel.load(draft, threads=threads)
-        self._draft = draft
+        self._tokenizer = Tokenizer.from_file(str(draft / TOKENIZER_NAME))
         self._verifier = Verifier([address], tls=None)
 
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self._draft / TOKENIZER_NAME))
+    def encode_chat(self, text: str) -> list[int]:
+        """One user turn through the model's chat template."""
+        prompt = render(self.model.manifest, [{"role": "user", "content": text}])
+        return list(self._tokenizer.encode(prompt, add_special_tokens=False).ids)
+
+    async def describe(self) -> Description:
+        return await self._verifier.describe()
 
     async def answer(
         self,

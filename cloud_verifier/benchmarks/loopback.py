@@ -59,26 +59,21 @@ async def run(options: argparse.Namespace) -> None:
     from cloud_verifier.benchmarks.edge import BenchEdge
     from cloud_verifier.drafts.builtin import builtin_draft, builtin_target
     from cloud_verifier.local import local_verifier
-    from edge_client.chat_template import render
-    from edge_client.connection import Verifier
     from edge_client.experiments.workloads import load_prompts
 
     prompts = load_prompts(options.prompts, options.per_category)
     target = builtin_target()
     draft = builtin_draft(options.precision) if options.precision else builtin_draft()
     with local_verifier("--target", str(target), "--dtype", options.dtype) as address:
-        async with Verifier([address], tls=None) as verifier:
-            dtype = (await verifier.describe()).dtype
-        hf = HfGenerate(str(target), dtype=dtype)
         edge = BenchEdge(draft, address)
+        dtype = (await edge.describe()).dtype
+        hf = HfGenerate(str(target), dtype=dtype)
         arms = _arms(options, edge, hf)
         samples: dict[str, list[Sample]] = defaultdict(list)
-        tokenizer = edge.tokenizer()
         with Progress() as progress:
             task = progress.add_task("loopback", total=len(prompts) * len(arms) * len(TEMPERATURES))
             for number, prompt in enumerate(prompts):
-                text = render(edge.model.manifest, [{"role": "user", "content": prompt.text}])
-                ids = tokenizer.encode(text, add_special_tokens=False).ids
+                ids = edge.encode_chat(prompt.text)
                 for temperature in TEMPERATURES:
                     # Another order for every prompt, so that no arm always follows the same one.
                     for at in range(len(arms)):
