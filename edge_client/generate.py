@@ -194,6 +194,7 @@ class _Loop:
         self._limit = limit
         self._in_flight: deque[Block | None] = deque()  # None: the verifier writes
         self._block_bytes: deque[int] = deque()
+        self._generation = session.generation
         self._promised = False  # the last block said that another one follows
         self._stop = threading.Event()
         self._drafting: Future[Block | None] | None = None
@@ -242,7 +243,8 @@ class _Loop:
             num_tokens = min(max(plan.k, 1), self._session.max_block, room, max(remaining - 1, 1))
             started = time.perf_counter()
             block = await self._draft(num_tokens)
-            if block is None:  # a rejection came, or the draft cannot go on
+            if block is None or self._session.generation != self._generation:
+                # A rejection has just come, or the draft cannot go on.
                 self._share.draft += time.perf_counter() - started
                 return
         else:
@@ -306,6 +308,7 @@ class _Loop:
             self._block_bytes.clear()
             self._stop.clear()
         self._finish = answer.finish_reason
+        self._generation = self._session.generation
         done_round = Round(
             num_drafted=num_drafted,
             num_accepted=num_accepted,

@@ -94,6 +94,7 @@ class RemoteSession:
     Attributes:
         committed: the mirror of the verifier's prefix, prompt included.
         finish_reason: of the current answer.
+        generation: rises whenever a reply made everything void that was drafted after its block.
     """
 
     def __init__(self, verifier: Verifier, request: Open) -> None:
@@ -101,6 +102,7 @@ class RemoteSession:
         self.finish_reason = FinishReason.NONE
         self.traffic = Traffic()
         self.max_block = request.max_block
+        self.generation = 0
         self._verifier = verifier
         self._request = request
         self._answer_start = request.prompt_len or len(request.tokens)
@@ -141,16 +143,18 @@ class RemoteSession:
     async def send(self, request: Request) -> int:
         """Sends a request as the next step of the current epoch (its own two numbers are ignored).
 
-        Returns the bytes it took. A lost stream is no error here: `receive` mends it and sends again.
+        The numbers are given before anything is awaited, so a caller that has just looked at `generation`
+        knows what its request belongs to. Returns the bytes it took. A lost stream is no error here:
+        `receive` mends it and sends again.
         """
+        pending = _Pending(_numbered(request, self._next_step, self._epoch), time.perf_counter())
+        self._next_step += 1
+        self._pending.append(pending)
+        if self._deadline is not None and not self._deadline.expired():
+            now = asyncio.get_running_loop().time()
+            self._deadline.reschedule(now + self._verifier.patience.answer)
         async with self._lock:
-            pending = _Pending(_numbered(request, self._next_step, self._epoch), time.perf_counter())
-            self._next_step += 1
-            self._pending.append(pending)
-            if self._deadline is not None and not self._deadline.expired():
-                now = asyncio.get_running_loop().time()
-                self._deadline.reschedule(now + self._verifier.patience.answer)
-            if self._leaving and len(self._pending) == 1:
+            if self._leaving and self._pending and self._pending[0] is pending:
                 await self._move()
             if not self._leaving and not pending.written:
                 await self._write(pending)
@@ -273,6 +277,7 @@ class RemoteSession:
             self.traffic.wasted_up_bytes += pending.num_bytes
             self.traffic.num_stale_blocks += 1
         self._pending.clear()
+        self.generation += 1
 
     # -- streams -------------------------------------------------------------------------------
 
