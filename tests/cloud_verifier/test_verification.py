@@ -17,6 +17,15 @@ from shared.sampling import coupled_choice, is_greedy, probabilities
 ORACLES = {"token": reference.token_wise, "block": reference.block}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors this small gain nothing from threads, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class Nudged(reference.CounterDraws):
     """The block's draws, moved by less than float32 rounding can move a probability."""
