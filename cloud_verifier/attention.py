@@ -1,67 +1,94 @@
 """Attention of one packed pass, session by session, over the slot pool.
 
-A pass is one row of T tokens that belong to many sessions. Its layout says which slots each session reads;
-it is built once a pass and serves every layer. Sessions of similar size form a group: their keys are gathered
-into [B, S, kv_heads, D], their queries are padded to [B, kv_heads, n * g, D] (the g query heads of one
-key-value head become rows, so that keys are never repeated), and one call of scaled dot-product attention
-does the group. Work thus grows with the sum of the sessions' lengths, never with their product.
+A pass is one row of T tokens that belong to many sessions; its layout (`cloud_verifier.pass_layout`) is built
+once and serves every layer. Sessions of similar size form a group: their keys are gathered into
+[B, S, kv_heads, D], their queries are padded to [B, kv_heads, n * g, D] (the g query heads of one key-value
+head become rows, so that keys are never repeated), and one call does the group. Work thus grows with the sum
+of the sessions' lengths, never with their product.
+
+The call is torch's scaled dot-product attention with a dense mask, or FlexAttention, which skips the blocks
+that nobody sees: on CUDA the padding of short sessions then costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from shared.faults import FaultKind, SpecwireError
-
-# Rough costs on the CPU, in microseconds and per layer: of one more call, of reading one more slot, and of
-# scoring one more (token, slot) pair. Only their ratios matter: they decide which sessions share a call.
-_CALL_COST = 60.0
-_SLOT_COST = 0.15
-_PAIR_COST = 0.05
 
 # Arguments that some models give to their attention and that this one does not honour.
 _UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "head_mask")
 
-
-class PassSegment(Protocol):
-    """What a layout needs to know of a session's part of the pass."""
-
-    @property
-    def tokens(self) -> NDArray[np.int64]: ...
-
-    @property
-    def slots(self) -> NDArray[np.int64]: ...
+FlexFunction = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """Sessions that share one call of attention; host side."""
+class Visibility:
+    """Which slots of their own session a group's new tokens see.
 
-    members: tuple[int, ...]  # indices of segments
-    num_new: int  # n: new tokens of the longest member
-    context: int  # S: context of the longest member
+    All see the context before the block. Inside the block, token r sees tokens 0 ... r, or, where the block
+    is a tree, its ancestors and itself.
+    """
+
+    first: torch.Tensor  # [B] position, in the member's slots, of its first new token
+    num_new: int  # n
+    context: int  # S
+    ancestors: torch.Tensor | None  # [B, n, n] bool; None: every block is a chain
+
+    def __call__(self, member: torch.Tensor, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        """Elementwise over broadcast index tensors.
+
+        A padded row of a chain sees all that the last row sees and more, never nothing, so that no softmax
+        runs over an empty set.
+        """
+        inside = slot - self.first[member]  # index among the new tokens, negative in the context
+        if self.ancestors is None:
+            return inside <= row
+        known = self.ancestors[member, row, inside.clamp(0, self.num_new - 1)]
+        return (inside < 0) | (known & (inside < self.num_new))
+
+    def dense_mask(self, heads_per_kv: int, dtype: torch.dtype) -> torch.Tensor:
+        """[B, 1, n * g, S]: 0 where a query row sees a slot, -inf elsewhere."""
+        device = self.first.device
+        member = torch.arange(len(self.first), device=device)[:, None, None]
+        row = torch.arange(self.num_new, device=device)[None, :, None]
+        slot = torch.arange(self.context, device=device)[None, None, :]
+        visible = self(member, row, slot)  # [B, n, S]
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
+        return mask.repeat_interleave(heads_per_kv, dim=1)[:, None]
+
+    def block_mask(self, heads_per_kv: int) -> BlockMask:
+        """The same for FlexAttention, whose query rows are n * g."""
+
+        def visible(
+            member: torch.Tensor, head: torch.Tensor, query: torch.Tensor, slot: torch.Tensor
+        ) -> torch.Tensor:
+            return self(member, query // heads_per_kv, slot)
+
+        rows = self.num_new * heads_per_kv
+        return create_block_mask(
+            visible, len(self.first), None, rows, self.context, device=str(self.first.device)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group as one call of attention needs it; device side."""
+    """Sessions that share one call of attention."""
 
     batch: int  # B
     num_new: int  # n
     context: int  # S
-    rows: (
-        torch.Tensor | None
-    )  # [B * n] rows of the pass, padding repeats a member's own; None: all rows in order
+    rows: torch.Tensor | None  # [B * n] rows of the pass; padding repeats a member's own. None: all, in order
     gather: torch.Tensor | None  # [B * S] slots; None: the S slots from first_slot on, read in place
     first_slot: int
-    mask: torch.Tensor | None  # [B, 1, n * g, S] added to the scores; None: everything is visible
+    mask: torch.Tensor | None = None  # [B, 1, n * g, S] for scaled dot-product attention
+    blocks: BlockMask | None = None  # for FlexAttention; without a mask everything is visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,47 +98,7 @@ class PassLayout:
     write: torch.Tensor  # [T] slots of the new tokens
     groups: tuple[Group, ...]
     unpad: torch.Tensor | None  # [T] row of the groups' outputs, one after another; None: already in order
-
-
-def plan_groups(new: Sequence[int], contexts: Sequence[int]) -> list[GroupPlan]:
-    """Which sessions share a call: neighbours in size, while padding costs less than another call."""
-
-    def cost(batch: int, num_new: int, context: int) -> float:
-        return _CALL_COST + batch * context * (_SLOT_COST + num_new * _PAIR_COST)
-
-    plans: list[GroupPlan] = []
-    for index in sorted(range(len(new)), key=lambda i: (new[i], contexts[i])):
-        num_new, context = new[index], contexts[index]
-        if plans:
-            last = plans[-1]
-            size = len(last.members)
-            joint_new, joint_context = max(last.num_new, num_new), max(last.context, context)
-            apart = cost(size, last.num_new, last.context) + cost(1, num_new, context)
-            if cost(size + 1, joint_new, joint_context) <= apart:
-                plans[-1] = GroupPlan((*last.members, index), joint_new, joint_context)
-                continue
-        plans.append(GroupPlan((index,), num_new, context))
-    return plans
-
-
-def is_run(slots: NDArray[np.int64]) -> bool:
-    """Whether `slots` are consecutive."""
-    return int(slots[-1] - slots[0]) == len(slots) - 1 and bool(np.all(slots[1:] - slots[:-1] == 1))
-
-
-def causal_mask(
-    first: torch.Tensor, num_new: int, context: int, heads_per_kv: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """[B, 1, num_new * g, context]: 0 where new token r may see slot s, -inf elsewhere.
-
-    `first` [B] is the position of each member's first new token. A padded row sees all that the last one sees
-    and more, never nothing, so that no softmax runs over an empty set.
-    """
-    device = first.device
-    last_visible = first[:, None] + torch.arange(num_new, device=device)  # [B, n]
-    hidden = torch.arange(context, device=device) > last_visible[:, :, None]  # [B, n, S]
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-    return mask.repeat_interleave(heads_per_kv, dim=1)[:, None]
+    flex: FlexFunction | None = None  # None: scaled dot-product attention
 
 
 def attend(
@@ -140,13 +127,14 @@ def attend(
         [1, T, heads, D], and no weights.
     """
     if specwire_pass is None:
-        raise _unsupported("it does not hand keyword arguments through to its attention")
+        raise unsupported("it does not hand keyword arguments through to its attention")
     for name in _UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
-            raise _unsupported(f"its attention uses `{name}`")
-    _, num_heads, num_rows, _ = query.shape
+            raise unsupported(f"its attention uses `{name}`")
+    num_heads, num_rows = query.shape[1:3]
     packed = query[0].transpose(0, 1)  # [T, heads, D]
-    outputs = [_attend_group(group, packed, key, value, scaling) for group in specwire_pass.groups]
+    flex = specwire_pass.flex
+    outputs = [_attend_group(group, packed, key, value, scaling, flex) for group in specwire_pass.groups]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if specwire_pass.unpad is not None:
         output = output.index_select(0, specwire_pass.unpad)
@@ -154,7 +142,12 @@ def attend(
 
 
 def _attend_group(
-    group: Group, packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    group: Group,
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    flex: FlexFunction | None,
 ) -> torch.Tensor:
     """[B * n, heads * D] for the rows of `group`."""
     batch, num_new, context = group.batch, group.num_new, group.context
@@ -172,20 +165,21 @@ def _attend_group(
     else:
         keys = key.index_select(0, group.gather)
         values = value.index_select(0, group.gather)
-    output = F.scaled_dot_product_attention(
-        folded,
-        keys.view(batch, context, num_kv_heads, -1).transpose(1, 2),
-        values.view(batch, context, num_kv_heads, -1).transpose(1, 2),
-        attn_mask=group.mask,
-        scale=scaling,
-    )
+    keys = keys.view(batch, context, num_kv_heads, -1).transpose(1, 2)
+    values = values.view(batch, context, num_kv_heads, -1).transpose(1, 2)
+    if flex is not None:
+        output = flex(folded, keys, values, block_mask=group.blocks, scale=scaling)
+    else:
+        output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask, scale=scaling)
     output = output.view(batch, num_kv_heads, num_new, heads_per_kv, -1).transpose(1, 2)
     return output.reshape(batch * num_new, -1)
 
 
-def _unsupported(why: str) -> SpecwireError:
+def unsupported(why: str, remedy: str = "") -> SpecwireError:
+    """The fault of a target that cannot be served."""
     return SpecwireError(
         FaultKind.UNSUPPORTED_MODEL,
         f"This target model is not supported: {why}.",
-        "Choose a decoder with plain causal attention in every layer, such as Llama, Qwen3 or Mistral.",
+        remedy
+        or "Choose a decoder with plain causal attention in every layer, such as Llama, Qwen3 or Mistral.",
     )

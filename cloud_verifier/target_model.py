@@ -1,46 +1,38 @@
 """The target: a stock transformers model that runs one packed pass over many sessions.
 
 The only file that knows transformers. The model's own code runs; ours are the cache (the slot pool) and the
-attention function that it calls through transformers' attention interface.
+attention function that it calls through transformers' attention interface. Whether a model can be served that
+way is tried out when it is loaded: two passes with a rollback must give what its own forward gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from cloud_verifier.attention import Group, PassLayout, attend, causal_mask, is_run, plan_groups
+from cloud_verifier.attention import FlexFunction, attend, unsupported
 from cloud_verifier.host import free_memory_bytes, has_bfloat16_arithmetic
 from cloud_verifier.kv_pool import KvPool, LayerShape, slot_bytes
 from cloud_verifier.native_linear import load_kernel, pack_linears
+from cloud_verifier.pass_layout import PassSpec, Segment, prepare
 from shared.config import cache_dir
 from shared.faults import FaultKind, SpecwireError
 
+__all__ = ["Segment", "TargetModel"]
+
 _ATTENTION = "specwire"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Share of the free memory that the pool may take when nobody says how much.
+# Share of the free memory that the pool may take when nobody says how much. On a CPU the memory is only taken
+# as slots are used, and other programs live there too.
 _FREE_SHARE = {"cpu": 0.5, "cuda": 0.9}
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One session's part of a pass.
-
-    tokens: [n] new tokens, fed at positions len(slots) - n ... len(slots) - 1.
-    slots: [context] the slot of every position, the new ones included.
-    num_logits: logits are wanted for the last `num_logits` new tokens, 0 <= num_logits <= n.
-    """
-
-    tokens: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    num_logits: int
+# How far our passes may be from the model's own forward, relative to the largest logit.
+_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_CHECK_TOKENS = 12
 
 
 class _SlotCache:
@@ -69,24 +61,44 @@ class TargetModel:
     """A causal language model, its tokenizer, and the pool that its passes read and write.
 
     Not thread-safe: one thread owns the model and the pool. Build one with `load`.
+
+    Attributes:
+        vocab_size: ids that the tokenizer knows; every row of logits is this wide.
+        max_context: tokens of one session, prompt and answer together.
+        eos_ids: ids that end an answer; bos_id: the id that starts a text, if there is one.
+        tokenizer_json, chat_template: as in the model's folder.
     """
 
     def __init__(
-        self, model: Any, pool: KvPool, *, name: str, tokenizer_json: str, chat_template: str | None
+        self,
+        model: Any,
+        pool: KvPool,
+        *,
+        name: str,
+        tokenizer_json: str,
+        chat_template: str | None,
+        max_context: int,
+        flex: FlexFunction | None = None,
     ) -> None:
+        config = model.config.get_text_config()
         self._model = model
         self.pool = pool
         self.name = name
         self.tokenizer_json = tokenizer_json
         self.chat_template = chat_template
+        self.max_context = max_context
         self.device: torch.device = pool.keys[0].device
         self.dtype: torch.dtype = pool.keys[0].dtype
-        config = model.config.get_text_config()
-        self.max_context: int = _max_context(config)
         self.vocab_size = _tokenizer_size(tokenizer_json)
         self.eos_ids = _as_ids(getattr(model.generation_config, "eos_token_id", None) or config.eos_token_id)
         self.bos_id: int | None = config.bos_token_id
-        self._heads_per_kv = config.num_attention_heads // pool.keys[0].shape[1]
+        self._spec = PassSpec(
+            padding_slot=pool.padding_slot,
+            heads_per_kv=config.num_attention_heads // pool.keys[0].shape[1],
+            dtype=self.dtype,
+            device=self.device,
+            flex=flex,
+        )
 
     @classmethod
     def load(
@@ -98,71 +110,79 @@ class TargetModel:
         num_slots: int | None = None,
         kv_cache_bytes: int | None = None,
         max_sessions: int = 64,
+        max_context: int | None = None,
+        attention: str = "auto",
         native: bool = True,
     ) -> TargetModel:
-        """Loads a model by folder or hub name.
+        """Loads a model by folder or hub name, and tries out that it can be served.
 
         Args:
             name_or_path: a folder that transformers can load, or a name on its hub.
             device: "cpu", "cuda" or "cuda:N".
-            dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the device
-                computes in it, else float32.
+            dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the device computes in it, else
+                float32.
             num_slots: tokens that the pool holds; overrides `kv_cache_bytes`.
             kv_cache_bytes: size of the pool; None takes a share of the free memory.
             max_sessions: the pool chosen from free memory is no larger than this many whole contexts.
+            max_context: tokens a session may have; None is all that the model can. A model with a sliding
+                window can be served up to the size of its window.
+            attention: "sdpa", "flex", or "auto": flex on CUDA.
             native: use compiled linear layers where the machine has a C compiler (CPU, float32).
 
         Raises:
             SpecwireError: UNSUPPORTED_MODEL for a model that cannot roll back or does not attend through the
-                interface; BAD_REQUEST for a device or dtype that is not there.
+                interface; BAD_REQUEST for an argument that this machine cannot honour.
         """
-        from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         target_device, target_dtype = _device(device), _dtype(dtype, device)
+        flex = _flex(attention, target_device)
+        config = AutoConfig.from_pretrained(name_or_path)
+        context = _context(config, max_context)
         AttentionInterface.register(_ATTENTION, attend)
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         model = AutoModelForCausalLM.from_pretrained(
             name_or_path, dtype=target_dtype, attn_implementation=_ATTENTION
         )
         model.eval().to(target_device)
-        if target_device.type == "cpu" and native:
-            kernel = load_kernel(cache_dir())
-            if kernel is not None:
-                pack_linears(model, kernel)
-        layers = _layer_shapes(model.config.get_text_config())
+        kernel = load_kernel(cache_dir()) if native and target_device.type == "cpu" else None
+        if kernel is not None:
+            pack_linears(model, kernel)
+        layers = _layer_shapes(config.get_text_config())
         if num_slots is None:
             each = slot_bytes(layers, target_dtype)
             if kv_cache_bytes is None:
-                share = _FREE_SHARE[target_device.type] * free_memory_bytes(target_device)
-                kv_cache_bytes = min(
-                    int(share), each * max_sessions * _max_context(model.config.get_text_config())
-                )
+                free = _FREE_SHARE[target_device.type] * free_memory_bytes(target_device)
+                kv_cache_bytes = min(int(free), each * max_sessions * context)
             num_slots = kv_cache_bytes // each
-        pool = KvPool(layers, num_slots, dtype=target_dtype, device=target_device)
-        return cls(
+        target = cls(
             model,
-            pool,
+            KvPool(layers, num_slots, dtype=target_dtype, device=target_device),
             name=name_or_path,
             tokenizer_json=_tokenizer_json(name_or_path, tokenizer),
             chat_template=tokenizer.chat_template,
+            max_context=context,
+            flex=flex,
         )
+        target._check()
+        return target
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """One pass over all segments.
+        """One pass over all segments, of which there is at least one.
 
         Returns:
             [sum of num_logits, vocab_size] in the model's dtype, on the device, segment after segment. Ids
             that the tokenizer does not know are cut off; ids that the model does not know are -inf.
         """
-        tokens, positions, keep, layout = self._prepare(segments)
+        prepared = prepare(segments, self._spec)
         logits: torch.Tensor = self._model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            cache=_SlotCache(self.pool, layout.write),
+            input_ids=prepared.tokens[None],
+            position_ids=prepared.positions[None],
+            cache=_SlotCache(self.pool, prepared.layout.write),
             use_cache=False,
-            logits_to_keep=keep,
-            specwire_pass=layout,
+            logits_to_keep=prepared.keep,
+            specwire_pass=prepared.layout,
         ).logits[0]
         missing = self.vocab_size - logits.shape[1]
         if missing > 0:
@@ -170,78 +190,80 @@ class TargetModel:
         return logits[:, : self.vocab_size]
 
     def warm_up(self) -> None:
-        """Runs small passes, so that the first session does not pay for first-time work."""
-        slots = self.pool.allocate(min(16, self.pool.num_slots))
+        """Runs passes of the usual shapes, so that the first session does not pay for first-time work."""
+        slots = self.pool.allocate(min(64, self.pool.num_slots))
+        half = len(slots) // 2
         try:
-            for num_new in (len(slots), 1):
-                self.forward([Segment(np.zeros(num_new, dtype=np.int64), slots, 1)])
+            for num_new in (half, 8, 1):
+                tokens = np.zeros(min(num_new, half), dtype=np.int64)
+                pair = [Segment(tokens, slots[:half], 1), Segment(tokens, slots[half:], 1)]
+                self.forward(pair)
+                self.forward(pair[:1])
         finally:
             self.pool.release(slots)
 
-    def _prepare(
-        self, segments: Sequence[Segment]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PassLayout]:
-        """Tokens [T], positions [T], rows of wanted logits [N], layout; all in one copy to the device."""
-        new = [len(segment.tokens) for segment in segments]
-        contexts = [len(segment.slots) for segment in segments]
-        ends = np.cumsum(new)
-        plans = plan_groups(new, contexts)
-        arrays = [
-            np.concatenate([segment.tokens for segment in segments]),
-            np.concatenate([np.arange(c - n, c) for n, c in zip(new, contexts, strict=True)]),
-            np.concatenate([s.slots[c - n :] for s, n, c in zip(segments, new, contexts, strict=True)]),
-            np.concatenate([np.arange(e - s.num_logits, e) for s, e in zip(segments, ends, strict=True)]),
-        ]
-        runs: list[int | None] = []
-        in_order = True
-        unpad = np.empty(ends[-1], dtype=np.int64)
-        offset = 0
-        expected = 0
-        for plan in plans:
-            members = list(plan.members)
-            alone = segments[members[0]] if len(members) == 1 else None
-            runs.append(int(alone.slots[0]) if alone is not None and is_run(alone.slots) else None)
-            first = np.array([contexts[i] - new[i] for i in members])
-            rows = np.empty((len(members), plan.num_new), dtype=np.int64)
-            gather = np.full((len(members), plan.context), self.pool.padding_slot, dtype=np.int64)
-            for line, i in enumerate(members):
-                start = ends[i] - new[i]
-                in_order &= new[i] == plan.num_new and start == expected
-                expected = ends[i]
-                rows[line] = np.minimum(np.arange(start, start + plan.num_new), ends[i] - 1)
-                gather[line, : contexts[i]] = segments[i].slots
-                unpad[start : ends[i]] = offset + line * plan.num_new + np.arange(new[i])
-            offset += rows.size
-            arrays += [first, rows.ravel(), gather.ravel() if runs[-1] is None else gather[:0].ravel()]
-        arrays.append(unpad)
-        parts = iter(self._to_device(arrays))
-        tokens, positions, write, keep = next(parts), next(parts), next(parts), next(parts)
-        whole = len(plans) == 1 and in_order
-        groups = []
-        for plan, run in zip(plans, runs, strict=True):
-            first_dev, rows_dev, gather_dev = next(parts), next(parts), next(parts)
-            uniform = plan.num_new == 1 and all(contexts[i] == plan.context for i in plan.members)
-            groups.append(
-                Group(
-                    batch=len(plan.members),
-                    num_new=plan.num_new,
-                    context=plan.context,
-                    rows=None if whole else rows_dev,
-                    gather=gather_dev if run is None else None,
-                    first_slot=run or 0,
-                    mask=None
-                    if uniform
-                    else causal_mask(first_dev, plan.num_new, plan.context, self._heads_per_kv, self.dtype),
-                )
-            )
-        layout = PassLayout(write=write, groups=tuple(groups), unpad=None if in_order else next(parts))
-        return tokens, positions, keep, layout
+    @torch.inference_mode()
+    def _check(self) -> None:
+        """Two sessions, a rollback, and a comparison with the model's own forward.
 
-    def _to_device(self, arrays: Sequence[NDArray[np.int64]]) -> tuple[torch.Tensor, ...]:
-        flat = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
-        if self.device.type != "cpu":
-            flat = flat.pin_memory().to(self.device, non_blocking=True)
-        return torch.split(flat, [len(array) for array in arrays])
+        Raises:
+            SpecwireError: UNSUPPORTED_MODEL when they differ, or when the passes fail.
+        """
+        num = min(_CHECK_TOKENS, self.max_context, self.pool.num_slots // 2)
+        tokens = np.random.default_rng(0).integers(
+            0, self._model.get_input_embeddings().num_embeddings, (2, num)
+        )
+        back = num // 2
+        slots = self.pool.allocate(2 * num)
+        one, two = slots[:num], slots[num:][::-1].copy()
+        try:
+            # The second half of the first session's tokens is wrong at first, and rolled back.
+            self.forward([Segment(tokens[0][::-1].copy(), one, 1), Segment(tokens[1], two, 1)])
+            self.forward([Segment(tokens[0][:back], one[:back], 1)] if back else [Segment(tokens[0], one, 1)])
+            again = Segment(tokens[0][back:], one, num - back)
+            ours = self.forward([Segment(tokens[1][back:], two, num - back), again])
+            self._model.set_attn_implementation("eager")
+            inputs = torch.from_numpy(tokens[::-1].copy()).to(self.device)
+            own = self._model(input_ids=inputs, use_cache=False).logits[:, back:].flatten(0, 1)
+        except SpecwireError:
+            raise
+        except Exception as error:
+            raise unsupported(f"a trial pass failed with {type(error).__name__}: {error}") from error
+        finally:
+            self._model.set_attn_implementation(_ATTENTION)
+            self.pool.release(slots)
+        width = min(own.shape[1], ours.shape[1])
+        error_size = (ours[:, :width] - own[:, :width]).abs().max() / own.abs().max()
+        if not float(error_size) <= _CHECK_TOLERANCE[self.dtype]:
+            raise unsupported(f"passes over the slot pool differ from its own by {float(error_size):.2g}")
+
+
+def _context(config: Any, wanted: int | None) -> int:
+    """Tokens that a session may have.
+
+    Raises:
+        SpecwireError: UNSUPPORTED_MODEL for layers that cannot roll back.
+    """
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise unsupported("it is an encoder-decoder")
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention", "sliding_attention"}:
+        names = ", ".join(sorted(kinds - {"full_attention"}))
+        raise unsupported(f"it has layers that cannot forget rejected tokens ({names})")
+    context = min(wanted or text.max_position_embeddings, text.max_position_embeddings)
+    window = getattr(text, "sliding_window", None)
+    slides = window is not None and getattr(text, "use_sliding_window", True)
+    if (
+        slides
+        and ("sliding_attention" in kinds or not getattr(text, "layer_types", None))
+        and context > window
+    ):
+        raise unsupported(
+            f"its attention slides over {window} tokens, and a context of {context} needs more",
+            f"Serve it with a context of at most {window} tokens (--max-context {window}).",
+        )
+    return int(context)
 
 
 def _layer_shapes(config: Any) -> list[LayerShape]:
@@ -250,12 +272,17 @@ def _layer_shapes(config: Any) -> list[LayerShape]:
     return [LayerShape(num_kv_heads, dim, dim)] * config.num_hidden_layers
 
 
-def _max_context(config: Any) -> int:
-    return int(config.max_position_embeddings)
-
-
 def _tokenizer_size(tokenizer_json: str) -> int:
     return 1 + max(Tokenizer.from_str(tokenizer_json).get_vocab(with_added_tokens=True).values())
+
+
+def _tokenizer_json(name_or_path: str, tokenizer: Any) -> str:
+    path = Path(name_or_path) / "tokenizer.json"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise unsupported("its tokenizer has no tokenizer.json")
+    return str(tokenizer.backend_tokenizer.to_str())
 
 
 def _as_ids(ids: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -264,8 +291,23 @@ def _as_ids(ids: int | Sequence[int] | None) -> tuple[int, ...]:
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
+def _flex(attention: str, device: torch.device) -> FlexFunction | None:
+    """FlexAttention, compiled on CUDA; None for scaled dot-product attention."""
+    if attention not in ("auto", "sdpa", "flex"):
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST, f"There is no attention {attention!r}.", "Use auto, sdpa or flex."
+        )
+    if attention == "sdpa" or (attention == "auto" and device.type == "cpu"):
+        return None
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if device.type == "cuda" else flex_attention
+
+
 def _device(device: str) -> torch.device:
     chosen = torch.device(device)
+    if chosen.type not in _FREE_SHARE:
+        raise SpecwireError(FaultKind.BAD_REQUEST, f"There is no device {device!r}.", "Use cpu or cuda.")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise SpecwireError(FaultKind.BAD_REQUEST, "This machine has no CUDA device.", "Use --device cpu.")
     return chosen
@@ -280,10 +322,3 @@ def _dtype(dtype: str, device: str) -> torch.dtype:
             FaultKind.BAD_REQUEST, f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(_DTYPES)}."
         )
     return _DTYPES[dtype]
-
-
-def _tokenizer_json(name_or_path: str, tokenizer: Any) -> str:
-    path = Path(name_or_path) / "tokenizer.json"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    return str(tokenizer.backend_tokenizer.to_str())
