@@ -15,6 +15,7 @@ MAX_CHOICES = 32
 _MAX_STOPS = 16
 _MAX_TOP_LOGPROBS = 20
 _MAX_TOKENS = 1 << 30
+_SEED_BITS = 53  # of seeds that are drawn here: what JSON readers with floats keep
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 # They change nothing about the answer here.
@@ -155,7 +156,7 @@ def _wish(fields: Fields, logprobs: int | None, max_tokens: int | None, *, echo:
 
 def _sampling(fields: Fields) -> SamplingParams:
     """OpenAI's parameters with OpenAI's defaults, and those that are common beside them."""
-    seed = fields.integer("seed", secrets.randbits(63), -(1 << 63), (1 << 64) - 1)
+    seed = fields.integer("seed", secrets.randbits(_SEED_BITS), -(1 << 63), (1 << 64) - 1)
     top_p = fields.number("top_p", 1.0, 0.0, 1.0)
     return SamplingParams(
         temperature=fields.number("temperature", 1.0, 0.0, 2.0),

@@ -1,0 +1,587 @@
+"""The endpoint as its clients see it: the official `openai` package and plain HTTP, on a tiny model pair."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer
+
+from cloud_verifier.local import local_verifier
+from edge_client.api.server import ServeConfig, serving
+from edge_client.connection import Verifier
+from edge_client.startup import Options
+from shared.faults import SpecwireError
+
+MODEL = "tiny"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def verifier(tiny_target: Path) -> Iterator[str]:
+    """A verifier that no other test has sessions on."""
+    with local_verifier("--target", str(tiny_target), "--dtype", "float32") as address:
+        yield address
+
+
+def options(address: str, draft: Path, **changes: object) -> Options:
+    values: dict = {
+        "verifier": address,
+        "draft": str(draft),
+        "insecure": True,
+        "tls_ca": None,
+        "token": "",
+        "connect_timeout": 5.0,
+        "patience": 2.0,
+        "threads": 1,
+        "k": "4",
+    }
+    return Options(**(values | changes))
+
+
+@asynccontextmanager
+async def endpoint(address: str, draft: Path, **config: object) -> AsyncIterator[str]:
+    async with serving(options(address, draft), ServeConfig(port=0, model_alias=MODEL, **config)) as url:
+        yield url
+
+
+@pytest.fixture
+async def url(verifier: str, tiny_draft: Path) -> AsyncIterator[str]:
+    async with endpoint(verifier, tiny_draft) as url:
+        yield url
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        yield client
+
+
+async def chat(client: AsyncOpenAI, **changes: object):
+    values: dict = {"model": MODEL, "messages": HELLO, "max_tokens": 24, "seed": 1} | changes
+    return await client.chat.completions.create(**values)
+
+
+class TestAnswers:
+    async def test_streamed_and_whole_are_the_same(self, client: AsyncOpenAI) -> None:
+        whole = await chat(client, temperature=0.8)
+        chunks = [chunk async for chunk in await chat(client, temperature=0.8, stream=True)]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == whole.choices[0].message.content
+        assert text
+        assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+        assert chunks[0].choices[0].delta.role == "assistant"
+
+    async def test_seed_decides(self, client: AsyncOpenAI) -> None:
+        texts = [(await chat(client, temperature=1, seed=s)).choices[0].message.content for s in (1, 1, 2)]
+        assert texts[0] == texts[1] != texts[2]
+
+    async def test_usage_is_exact(self, client: AsyncOpenAI, tiny_draft: Path) -> None:
+        reply = await chat(client, max_tokens=9, temperature=0)
+        tokenizer = Tokenizer.from_file(str(tiny_draft / "tokenizer.json"))
+        prompt = "<|start|>user: Hello\nassistant: "
+        assert reply.usage.prompt_tokens == len(tokenizer.encode(prompt, add_special_tokens=False).ids)
+        assert reply.usage.completion_tokens == 9
+        assert reply.usage.total_tokens == reply.usage.prompt_tokens + 9
+        assert reply.choices[0].finish_reason == "length"
+
+    async def test_stream_ends_with_usage_when_asked(self, client: AsyncOpenAI) -> None:
+        stream = await chat(client, stream=True, stream_options={"include_usage": True}, temperature=0)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage.completion_tokens == 24
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+
+    async def test_specwire_says_what_speculation_did(self, client: AsyncOpenAI) -> None:
+        report = (await chat(client, temperature=0)).model_extra["specwire"]
+        assert report["lossy"] is False
+        assert report["verification"]
+        assert sum(report["origins"].values()) == 24
+        assert 0 < report["accepted"] <= report["drafted"]
+        assert report["acceptance"] == pytest.approx(report["accepted"] / report["drafted"], abs=1e-4)
+        assert report["up_bytes"] > 0 < report["down_bytes"]
+
+    async def test_trace_names_every_token(self, client: AsyncOpenAI, tiny_draft: Path) -> None:
+        stream = await chat(client, stream=True, temperature=1, extra_body={"specwire": {"trace": True}})
+        text, traced, ids, origins = "", "", [], set()
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            for token in (chunk.model_extra.get("specwire") or {}).get("tokens", []):
+                traced += token["text"]
+                ids.append(token["id"])
+                origins.add(token["origin"])
+        assert traced == text
+        assert Tokenizer.from_file(str(tiny_draft / "tokenizer.json")).decode(ids) == text
+        assert origins <= {"accepted", "recovered", "bonus", "sibling", "cloud"}
+        assert "accepted" in origins
+
+    async def test_choices_differ_and_are_all_counted(self, client: AsyncOpenAI) -> None:
+        reply = await chat(client, n=3, temperature=1)
+        texts = [choice.message.content for choice in reply.choices]
+        assert len(set(texts)) == 3
+        assert reply.usage.completion_tokens == 3 * 24
+        assert [choice.index for choice in reply.choices] == [0, 1, 2]
+        alone = await chat(client, temperature=1)
+        assert alone.choices[0].message.content == texts[0]
+
+    async def test_streamed_choices_carry_their_index(self, client: AsyncOpenAI) -> None:
+        texts, ends = ["", ""], set()
+        async for chunk in await chat(client, n=2, temperature=1, stream=True):
+            choice = chunk.choices[0]
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                ends.add(choice.index)
+        assert ends == {0, 1}
+        assert texts[0] != texts[1]
+
+    async def test_completions_take_texts_and_ids(self, client: AsyncOpenAI, tiny_draft: Path) -> None:
+        tokenizer = Tokenizer.from_file(str(tiny_draft / "tokenizer.json"))
+        ids = [256, *tokenizer.encode("abc", add_special_tokens=False).ids]
+        create = client.completions.create
+        by_text = await create(model=MODEL, prompt="abc", temperature=0, max_tokens=8)
+        by_ids = await create(model=MODEL, prompt=ids, temperature=0, max_tokens=8)
+        both = await create(model=MODEL, prompt=["abc", "xyz"], temperature=0, max_tokens=8)
+        assert by_text.choices[0].text == by_ids.choices[0].text == both.choices[0].text
+        assert len(both.choices) == 2
+        assert both.usage.prompt_tokens == 8
+
+    async def test_echo_starts_with_the_prompt(self, client: AsyncOpenAI) -> None:
+        plain = await client.completions.create(model=MODEL, prompt="abc", temperature=0, max_tokens=8)
+        echoed = await client.completions.create(
+            model=MODEL, prompt="abc", temperature=0, max_tokens=8, echo=True
+        )
+        assert echoed.choices[0].text == "abc" + plain.choices[0].text
+        stream = await client.completions.create(
+            model=MODEL, prompt="abc", temperature=0, max_tokens=8, echo=True, stream=True
+        )
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == echoed.choices[0].text
+
+    async def test_parts_of_text_are_joined(self, client: AsyncOpenAI) -> None:
+        parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+        whole = await chat(client, temperature=0)
+        split = await chat(client, temperature=0, messages=[{"role": "user", "content": parts}])
+        assert split.choices[0].message.content == whole.choices[0].message.content
+
+    async def test_models(self, client: AsyncOpenAI) -> None:
+        names = [model.id async for model in client.models.list()]
+        assert MODEL in names
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("other")
+
+
+class TestStop:
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_text_ids_logprobs_and_usage_end_together(
+        self, client: AsyncOpenAI, tiny_draft: Path, stream: bool
+    ) -> None:
+        """A stop string of two tokens, wherever in a block it falls."""
+        tokenizer = Tokenizer.from_file(str(tiny_draft / "tokenizer.json"))
+        full = (await chat(client, temperature=0, max_tokens=40)).choices[0].message.content
+        # This model writes stray bytes too: cut where whole characters meet.
+        starts = [
+            start
+            for start in range(2, len(full) - 2)
+            if "\ufffd" not in full[start - 1 : start + 3] and full.find(full[start : start + 2]) == start
+        ]
+        assert len(starts) >= 2, full
+        for start in starts[:4]:
+            stop = full[start : start + 2]
+            text, ids, values, usage, finish = await self._answer(client, stop, stream)
+            assert text == full[:start]
+            assert tokenizer.decode(ids) == text
+            assert len(values) == len(ids) == usage.completion_tokens
+            assert finish == "stop"
+
+    async def _answer(self, client: AsyncOpenAI, stop: str, stream: bool):
+        asked = {
+            "temperature": 0,
+            "max_tokens": 40,
+            "stop": ["never there", stop],
+            "logprobs": True,
+            "extra_body": {"specwire": {"trace": True}},
+        }
+        if not stream:
+            reply = await chat(client, **asked)
+            choice = reply.choices[0]
+            ids = [token["id"] for token in reply.model_extra["specwire"]["choices"][0]["tokens"]]
+            values = [entry.logprob for entry in choice.logprobs.content]
+            return choice.message.content, ids, values, reply.usage, choice.finish_reason
+        text, ids, values, finish, usage = "", [], [], None, None
+        stream_options = {"include_usage": True}
+        async for chunk in await chat(client, **asked, stream=True, stream_options=stream_options):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                ids += [token["id"] for token in (chunk.model_extra.get("specwire") or {}).get("tokens", [])]
+                values += [entry.logprob for entry in (choice.logprobs.content if choice.logprobs else [])]
+                finish = choice.finish_reason or finish
+        return text, ids, values, usage, finish
+
+
+class TestLogprobs:
+    async def test_chat(self, client: AsyncOpenAI) -> None:
+        reply = await chat(client, temperature=0, logprobs=True, top_logprobs=3)
+        content = reply.choices[0].logprobs.content
+        assert len(content) == reply.usage.completion_tokens
+        assert b"".join(bytes(entry.bytes) for entry in content).decode(errors="replace") == (
+            reply.choices[0].message.content
+        )
+        for entry in content:
+            values = [top.logprob for top in entry.top_logprobs]
+            assert values == sorted(values, reverse=True)
+            assert len(values) == 3
+            # Greedy: the token is the likeliest one.
+            assert entry.logprob == pytest.approx(values[0], abs=1e-5)
+            assert entry.logprob < 0
+
+    async def test_none_unless_asked(self, client: AsyncOpenAI) -> None:
+        assert (await chat(client)).choices[0].logprobs is None
+
+    async def test_completion(self, client: AsyncOpenAI) -> None:
+        reply = await client.completions.create(
+            model=MODEL, prompt="abc", temperature=0, max_tokens=12, logprobs=2
+        )
+        choice = reply.choices[0]
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == 12
+        assert all(len(top) <= 2 for top in choice.logprobs.top_logprobs)
+        assert choice.logprobs.text_offset[0] == 0
+        assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("change", "param"),
+        [
+            ({"temperature": -1}, "temperature"),
+            ({"temperature": "hot"}, "temperature"),
+            ({"top_p": 2}, "top_p"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"n": 0}, "n"),
+            ({"n": 33}, "n"),
+            ({"stop": 5}, "stop"),
+            ({"stop": [""]}, "stop"),
+            ({"seed": 1.5}, "seed"),
+            ({"stream": "yes"}, "stream"),
+            ({"top_logprobs": 2}, "top_logprobs"),
+            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+            ({"stream_options": {"include_usage": True}}, "stream_options"),
+            ({"logit_bias": {"x": 1}}, "logit_bias"),
+            ({"logit_bias": {"5": 101}}, "logit_bias"),
+            ({"logit_bias": {"259": 1}}, "logit_bias"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"functions": [{"name": "f"}]}, "functions"),
+            ({"temprature": 1}, "temprature"),
+            ({"specwire": {"tracing": True}}, "specwire.tracing"),
+            ({"messages": []}, "messages"),
+            ({"messages": [{"content": "x"}]}, "messages[0]"),
+            ({"messages": [{"role": "user"}]}, "messages[0].content"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ],
+    )
+    async def test_names_the_parameter(self, http: httpx.AsyncClient, change: dict, param: str) -> None:
+        reply = await http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO, **change})
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+        assert error["param"] == param
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+
+    async def test_null_means_not_given(self, http: httpx.AsyncClient) -> None:
+        body = {"model": MODEL, "messages": HELLO, "max_tokens": 3, "stop": None, "tools": None, "seed": None}
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+
+    async def test_unknown_model(self, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            await chat(client, model="other")
+
+    async def test_too_long_a_prompt(self, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await chat(client, messages=[{"role": "user", "content": "x" * 600}])
+        assert caught.value.code == "context_length_exceeded"
+
+    async def test_a_stream_is_refused_with_a_status(self, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError):
+            await chat(client, stream=True, temperature=9)
+
+    @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"[" * 100_000])
+    async def test_not_json(self, http: httpx.AsyncClient, body: bytes) -> None:
+        headers = {"content-type": "application/json"}
+        reply = await http.post("/v1/chat/completions", content=body, headers=headers)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["code"] == "invalid_json"
+
+    async def test_a_form_of_another_site_is_refused(self, http: httpx.AsyncClient) -> None:
+        body = json.dumps({"model": MODEL, "messages": HELLO})
+        reply = await http.post("/v1/chat/completions", content=body, headers={"content-type": "text/plain"})
+        assert reply.status_code == 415
+
+    async def test_too_large(self, http: httpx.AsyncClient) -> None:
+        body = b'{"x":"' + b"x" * (9 << 20) + b'"}'
+        headers = {"content-type": "application/json"}
+        reply = await http.post("/v1/chat/completions", content=body, headers=headers)
+        assert reply.status_code == 413
+
+    @pytest.mark.parametrize(
+        ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)]
+    )
+    async def test_unknown_paths(self, http: httpx.AsyncClient, method: str, path: str, status: int) -> None:
+        reply = await http.request(method, path)
+        assert reply.status_code == status
+        assert reply.json()["error"]["message"]
+
+
+class TestAccess:
+    async def test_key(self, verifier: str, tiny_draft: Path) -> None:
+        async with endpoint(verifier, tiny_draft, api_key="s3cret") as url:
+            for key, allowed in (("s3cret", True), ("s3cre", False), ("", False)):
+                headers = {"authorization": f"Bearer {key}"} if key else {}
+                async with httpx.AsyncClient(base_url=url, headers=headers) as http:
+                    reply = await http.get("/v1/models")
+                    assert (reply.status_code == 200) is allowed
+                    assert allowed or reply.json()["error"]["code"] == "invalid_api_key"
+
+    async def test_loopback_serves_no_other_name(self, http: httpx.AsyncClient) -> None:
+        for path in ("/v1/models", "/"):
+            assert (await http.get(path, headers={"host": "evil.example"})).status_code == 403
+            assert (await http.get(path, headers={"host": "localhost:1"})).status_code == 200
+
+    async def test_cors_is_off(self, http: httpx.AsyncClient) -> None:
+        reply = await http.get("/v1/models", headers={"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in reply.headers
+
+    async def test_cors_on_request(self, verifier: str, tiny_draft: Path) -> None:
+        async with (
+            endpoint(verifier, tiny_draft, origins=("https://good.example",)) as url,
+            httpx.AsyncClient(base_url=url) as http,
+        ):
+            for origin, allowed in (("https://good.example", True), ("https://evil.example", False)):
+                reply = await http.get("/v1/models", headers={"origin": origin})
+                assert ("access-control-allow-origin" in reply.headers) is allowed
+
+    def test_the_network_needs_a_key(self) -> None:
+        with pytest.raises(SpecwireError, match="anybody on the network"):
+            ServeConfig(host="0.0.0.0").access()
+        assert ServeConfig(host="0.0.0.0", api_key="x").access().hosts == frozenset()
+        assert ServeConfig(host="0.0.0.0", allow_no_key=True).access().api_key == ""
+
+
+class TestVerifierAway:
+    async def test_503_says_when_to_come_back(self, tiny_draft: Path) -> None:
+        async with (
+            endpoint("127.0.0.1:9", tiny_draft) as url,
+            httpx.AsyncClient(base_url=url, timeout=30) as http,
+        ):
+            for stream in (False, True):
+                body = {"model": MODEL, "messages": HELLO, "stream": stream}
+                reply = await http.post("/v1/chat/completions", json=body)
+                assert reply.status_code == 503
+                assert int(reply.headers["retry-after"]) >= 1
+                assert reply.json()["error"]["code"] == "verifier_unavailable"
+
+    async def test_killed_in_the_middle(self, tiny_target: Path, tiny_draft: Path) -> None:
+        """The stream ends with an error in OpenAI's shape; the next request hears at once."""
+        with killable_verifier(tiny_target, "--emulate-step", "20,0") as (address, process):
+            async with endpoint(address, tiny_draft) as url, connected(url) as client:
+                stream = await chat(client, stream=True, max_tokens=400, temperature=1)
+                await anext(aiter(stream))
+                process.kill()
+                with pytest.raises(openai.APIError, match="verifier"):
+                    await read(stream)
+                started = time.monotonic()
+                with pytest.raises(openai.InternalServerError) as caught:
+                    await chat(client)
+                assert caught.value.status_code == 503
+                assert time.monotonic() - started < 2
+
+    async def test_comes_back(self, tiny_target: Path, tiny_draft: Path) -> None:
+        with killable_verifier(tiny_target) as (address, process):
+            async with endpoint(address, tiny_draft) as url, connected(url) as client:
+                before = await chat(client, temperature=0)
+                process.kill()
+                process.wait()
+                with pytest.raises(openai.InternalServerError):
+                    await chat(client, temperature=0)
+                with killable_verifier(tiny_target, listen=address):
+                    after = await chat(client, temperature=0)
+                assert after.choices[0].message.content == before.choices[0].message.content
+
+
+class TestCancellation:
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_both_sides_are_free_at_once(self, verifier: str, tiny_draft: Path, stream: bool) -> None:
+        """With one context, a second answer can only come once the first one has let go."""
+        async with endpoint(verifier, tiny_draft, contexts=1) as url, connected(url) as client:
+            asked = chat(client, stream=stream, max_tokens=450, temperature=1, seed=3)
+            if stream:
+                running = await asked
+                await anext(aiter(running))
+                await running.close()
+            else:
+                task = asyncio.create_task(asked)
+                await asyncio.sleep(0.05)
+                task.cancel()
+                await asyncio.wait([task])
+            assert await num_sessions(verifier, at_most=0) == 0
+            assert (await chat(client, max_tokens=4)).usage.completion_tokens == 4
+
+    async def test_while_waiting_for_its_turn(self, verifier: str, tiny_draft: Path) -> None:
+        async with endpoint(verifier, tiny_draft, contexts=1) as url, connected(url) as client:
+            running = await chat(client, stream=True, max_tokens=300, temperature=1)
+            await anext(aiter(running))
+            waiting = [asyncio.create_task(chat(client, seed=i)) for i in range(3)]
+            await asyncio.sleep(0.05)
+            waiting[1].cancel()
+            await read(running)
+            assert (await waiting[0]).usage.completion_tokens == 24
+            assert (await waiting[2]).usage.completion_tokens == 24
+
+    async def test_a_stop_string_frees_the_verifier(self, verifier: str, tiny_draft: Path) -> None:
+        async with endpoint(verifier, tiny_draft) as url, connected(url) as client:
+            full = (await chat(client, temperature=0)).choices[0].message.content
+            await chat(client, temperature=0, stop=[full[5:7]])
+            # The first session stays for a next turn, the stopped one does not.
+            assert await num_sessions(verifier, at_most=1) <= 1
+
+
+class TestConversations:
+    async def test_a_next_turn_sends_only_what_is_new(self, client: AsyncOpenAI) -> None:
+        messages, before = list(HELLO), 0
+        for turn in range(4):
+            reply = await chat(client, messages=messages, temperature=0, max_tokens=20)
+            assert reply.usage.prompt_tokens_details.cached_tokens == before
+            before = reply.usage.prompt_tokens + reply.usage.completion_tokens
+            messages += [
+                {"role": "assistant", "content": reply.choices[0].message.content},
+                {"role": "user", "content": f"And {turn}?"},
+            ]
+
+    async def test_reuse_changes_no_text(self, verifier: str, tiny_draft: Path) -> None:
+        """Continued or cold, the same conversation gets the same greedy answer."""
+        messages = list(HELLO)
+        async with endpoint(verifier, tiny_draft) as url, connected(url) as client:
+            for turn in range(3):
+                warm = await chat(client, messages=messages, temperature=0, max_tokens=20)
+                async with endpoint(verifier, tiny_draft) as other, connected(other) as cold_client:
+                    cold = await chat(cold_client, messages=messages, temperature=0, max_tokens=20)
+                assert warm.choices[0].message.content == cold.choices[0].message.content
+                content = warm.choices[0].message.content
+                messages += [
+                    {"role": "assistant", "content": content},
+                    {"role": "user", "content": f"{turn}"},
+                ]
+
+    async def test_two_chats_do_not_mix(self, client: AsyncOpenAI) -> None:
+        chats = [[{"role": "user", "content": text}] for text in ("Hello", "Good day")]
+        alone = [await chat(client, messages=messages, temperature=0) for messages in chats]
+        again = await asyncio.gather(*(chat(client, messages=messages, temperature=0) for messages in chats))
+        for first, second in zip(alone, again, strict=True):
+            assert first.choices[0].message.content == second.choices[0].message.content
+        for messages, reply in zip(chats, again, strict=True):
+            messages += [
+                {"role": "assistant", "content": reply.choices[0].message.content},
+                {"role": "user", "content": "More"},
+            ]
+        for messages in chats:
+            reply = await chat(client, messages=messages, temperature=0)
+            assert reply.usage.prompt_tokens_details.cached_tokens > 24
+
+    async def test_another_wish_for_logprobs_starts_anew(self, client: AsyncOpenAI) -> None:
+        first = await chat(client, temperature=0)
+        messages = [
+            *HELLO,
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "More"},
+        ]
+        plain = await chat(client, messages=messages, temperature=0)
+        named = await chat(client, messages=messages, temperature=0, logprobs=True)
+        assert len(named.choices[0].logprobs.content) == named.usage.completion_tokens
+        assert named.choices[0].message.content == plain.choices[0].message.content
+
+
+class TestManyAtOnce:
+    async def test_every_answer_is_its_own_and_none_starves(self, verifier: str, tiny_draft: Path) -> None:
+        wishes = [
+            {"messages": [{"role": "user", "content": f"Number {i}"}], "seed": i, "temperature": i % 2}
+            for i in range(16)
+        ]
+        async with endpoint(verifier, tiny_draft, contexts=4) as url, connected(url) as client:
+            together = await asyncio.gather(*(chat(client, **wish) for wish in wishes))
+            alone = [await chat(client, **wish) for wish in wishes]
+        for first, second in zip(together, alone, strict=True):
+            assert first.choices[0].message.content == second.choices[0].message.content
+            assert first.usage.completion_tokens == second.usage.completion_tokens
+
+    async def test_they_take_turns(self, verifier: str, tiny_draft: Path) -> None:
+        """A short answer that comes later ends long before a long one that came first."""
+        async with endpoint(verifier, tiny_draft, contexts=4) as url, connected(url) as client:
+            long = asyncio.create_task(chat(client, max_tokens=450, temperature=1))
+            await asyncio.sleep(0.05)
+            await chat(client, max_tokens=4, messages=[{"role": "user", "content": "x"}])
+            assert not long.done()
+            long.cancel()
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@contextmanager
+def killable_verifier(
+    target: Path, *more: str, listen: str = "127.0.0.1:0"
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    command = [sys.executable, "-c", "from cloud_verifier.cli import main; main()", "serve", "--insecure"]
+    command += [
+        "--listen",
+        listen,
+        "--target",
+        str(target),
+        "--dtype",
+        "float32",
+        "--log-level",
+        "error",
+        *more,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            found = next(re.search(r" on (127\S+)", line) for line in process.stdout if "Serving" in line)
+            yield found[1], process
+        finally:
+            process.kill()
+
+
+async def num_sessions(address: str, at_most: int) -> int:
+    """Sessions on the verifier once there are as few as expected, or after some seconds."""
+    async with Verifier([address], tls=None) as verifier:
+        for _ in range(100):
+            found = (await verifier.describe()).load.num_sessions
+            if found <= at_most:
+                break
+            await asyncio.sleep(0.05)
+    return found
+
+
+async def read(stream) -> None:
+    async for _ in stream:
+        pass
