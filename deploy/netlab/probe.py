@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import sys
@@ -193,4 +194,7 @@ ROLES: dict[str, Callable[..., None]] = {
 }
 
 if __name__ == "__main__":
+    # the link is to be measured, not how busy the machine is; the link itself still goes first
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     ROLES[sys.argv[1]](*sys.argv[2:])
