@@ -183,7 +183,7 @@ class Engine:
         session = ticket.held()
         if session is None:
             return
-        session.last_used = self.clock()
+        session.last_used = max(session.last_used, step.arrived_at)
         session.steps.append(step)
         self._registry.settle(session)
 

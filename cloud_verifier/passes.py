@@ -5,6 +5,7 @@ Only the engine's thread calls this.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -115,20 +116,20 @@ class PassRunner:
             self._registry.in_pass.clear()
 
     def _claim(self, works: list[Work]) -> list[Piece]:
-        """Slots for every piece of work. When they run out the oldest work goes first; the rest waits."""
+        """Slots for every piece of work. Work that gets none waits for a later pass."""
         ready: list[Piece] = []
         for work in works:
             session = work.session
             if session.kv_len != work.start:
                 continue  # an older one needed its slots
-            self._registry.in_pass.add(session.session_id)
-            after = int(session.slots[-1]) if session.kv_len else None
+            with contextlib.suppress(SpecwireError):
+                ready.append((work, self._registry.claim(session, len(work.tokens))))
+        if works and not ready:
+            work = works[0]
             try:
-                ready.append((work, self._model.pool.allocate(len(work.tokens), after=after)))
+                ready.append((work, self._registry.claim(work.session, len(work.tokens), at_any_cost=True)))
             except SpecwireError as error:
-                self._registry.in_pass.discard(session.session_id)
-                if not ready:
-                    self._registry.fault(session, error)
+                self._registry.fault(work.session, error)
         return ready
 
     def _compute(self, ready: list[Piece]) -> list[tuple[list[Piece], _Result]]:
@@ -279,7 +280,7 @@ def internal_fault(error: Exception, work: Work) -> SpecwireError:
 
 def is_lossy(verification: str) -> bool:
     """Whether the rule does not keep the target's distribution."""
-    return bool(getattr(VERIFICATIONS[verification], "lossy", False))
+    return VERIFICATIONS[verification].lossy
 
 
 def _whole_reply(reply: Verdict | Tokens, step: Step) -> Verdict | Tokens:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cloud_verifier.auth import Identity
 from cloud_verifier.kv_pool import KvPool
@@ -72,6 +73,7 @@ class Registry:
         self._cache = PrefixCache(pool)
         self._cache_version = 0
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._claimant: Session | None = None
         pool.reclaim = self._reclaim
 
     def __len__(self) -> int:
@@ -331,21 +333,37 @@ class Registry:
         session.slots = np.empty(0, np.int64)
         session.kept_row = None
 
+    def claim(self, session: Session, num: int, *, at_any_cost: bool = False) -> NDArray[np.int64]:
+        """Slots for `num` new tokens of a session, which from then on is part of the pass.
+
+        An answer that has waited longer takes slots from newer ones, never the other way round, so that the
+        oldest always gets done; `at_any_cost` takes them from everybody outside the pass.
+
+        Raises:
+            SpecwireError: OVERLOADED when there are none to take.
+        """
+        self._claimant = None if at_any_cost else session
+        self.in_pass.add(session.session_id)
+        try:
+            after = int(session.slots[-1]) if session.kv_len else None
+            return self._pool.allocate(num, after=after)
+        except SpecwireError:
+            self.in_pass.discard(session.session_id)
+            raise
+
     def _reclaim(self, missing: int) -> None:
-        """Frees slots: cached prefixes, then idle sessions (longest idle first), then those that wait
-        (newest first, so that the oldest gets done)."""
+        """Frees slots: cached prefixes, then idle sessions (longest idle first), then newer answers."""
         pool = self._pool
         wanted = pool.num_free + missing
         self._cache.evict(missing)
-        for session in sorted(self._sessions.values(), key=_reclaim_order):
+        others = [s for s in self._sessions.values() if s.kv_len and s.session_id not in self.in_pass]
+        idle = sorted((s for s in others if not s.has_work), key=lambda s: s.last_used)
+        newer = [s for s in others if s.has_work and self._yields(s)]
+        for session in (*idle, *sorted(newer, key=lambda s: -s.waiting_since)):
             if pool.num_free >= wanted:
                 return
-            if session.session_id not in self.in_pass and session.kv_len:
-                self._drop_slots(session)
-                self._cache.evict(wanted - pool.num_free)
+            self._drop_slots(session)
+            self._cache.evict(wanted - pool.num_free)
 
-
-def _reclaim_order(session: Session) -> tuple[bool, float]:
-    if session.steps:
-        return True, -session.steps[0].arrived_at
-    return False, session.last_used
+    def _yields(self, session: Session) -> bool:
+        return self._claimant is None or session.waiting_since > self._claimant.waiting_since

@@ -67,16 +67,17 @@ def plan(sessions: Iterable[Session], budget: Budget) -> list[Work]:
     chosen: list[Work] = []
     prompts: list[Session] = []
     left = budget.pass_tokens
-    for session in sorted(sessions, key=_arrival):
-        if not session.steps or session.behind > budget.prefill_share:
-            prompts.append(session)
-            continue
+    stepping: list[Session] = []
+    for session in sessions:
+        is_prompt = not session.steps or session.behind > budget.prefill_share
+        (prompts if is_prompt else stepping).append(session)
+    for session in sorted(stepping, key=lambda s: s.steps[0].arrived_at):
         work = _step_work(session)
         if not chosen or len(work.tokens) <= left:
             chosen.append(work)
             left -= len(work.tokens)
     left = budget.prefill_share if chosen else budget.pass_tokens
-    for session in prompts:
+    for session in sorted(prompts, key=lambda s: s.waiting_since):
         if left <= 0:
             break
         # The last token stays behind: its logits are wanted with the first step.
@@ -95,7 +96,3 @@ def _step_work(session: Session) -> Work:
     drafted = session.drafted(step.message) if isinstance(step.message, DraftBlock) else ()
     tokens = (*session.committed[session.kv_len :], *drafted)
     return Work(session, session.kv_len, tokens, step, drafted)
-
-
-def _arrival(session: Session) -> float:
-    return session.steps[0].arrived_at if session.steps else session.waiting_since
