@@ -243,7 +243,7 @@ class _Loop:
             num_tokens = min(max(plan.k, 1), self._session.max_block, room, max(remaining - 1, 1))
             started = time.perf_counter()
             block = await self._draft(num_tokens)
-            if block is None or self._session.generation != self._generation:
+            if block is None or self._in_vain():
                 # A rejection has just come, or the draft cannot go on.
                 self._share.draft += time.perf_counter() - started
                 return
@@ -258,7 +258,7 @@ class _Loop:
     async def _draft(self, num_tokens: int) -> Block | None:
         if self._worker is None:
             raise RuntimeError("the conversation is closed")
-        self._drafting = self._worker.submit(self._drafter.draft, num_tokens, self._stop.is_set)
+        self._drafting = self._worker.submit(self._drafter.draft, num_tokens, self._in_vain)
         return await asyncio.wrap_future(self._drafting)
 
     async def _send(self, request: DraftBlock | Generate, block: Block | None) -> None:
@@ -270,13 +270,16 @@ class _Loop:
     def _receive(self) -> asyncio.Task[Reply]:
         """The next reply as a task, so that it can come while a block is drafted."""
         self._receiving = asyncio.create_task(self._session.receive())
-        self._receiving.add_done_callback(self._interrupt)
+        self._receiving.add_done_callback(self._check_failure)
         return self._receiving
 
-    def _interrupt(self, done: asyncio.Task[Reply]) -> None:
-        """Stops drafting as soon as it is known to be in vain."""
-        if done.cancelled() or done.exception() is not None or _rejects(done.result()):
+    def _check_failure(self, done: asyncio.Task[Reply]) -> None:
+        if done.cancelled() or done.exception() is not None:
             self._stop.set()
+
+    def _in_vain(self) -> bool:
+        """Whether what is being drafted can no longer count. Asked from the worker's thread."""
+        return self._stop.is_set() or self._session.generation != self._generation
 
     async def _next_emission(self, receiving: asyncio.Task[Reply]) -> Emission | None:
         """What the next reply commits; None for that to an Append."""
@@ -303,12 +306,11 @@ class _Loop:
         if done:
             self._in_flight.popleft()
             self._block_bytes.popleft()
-        if _rejects(reply):
+        if self._session.generation != self._generation:  # this verdict made the rest void
             self._in_flight.clear()
             self._block_bytes.clear()
-            self._stop.clear()
+            self._generation = self._session.generation
         self._finish = answer.finish_reason
-        self._generation = self._session.generation
         done_round = Round(
             num_drafted=num_drafted,
             num_accepted=num_accepted,
@@ -349,14 +351,6 @@ class _Loop:
             num_reconnects=now.num_reconnects - before.num_reconnects,
             lossy=self._lossy,
         )
-
-
-def _rejects(reply: Reply) -> bool:
-    """Whether this reply makes everything that was drafted after its block void."""
-    request, answer = reply.request, reply.answer
-    if not isinstance(request, DraftBlock) or not isinstance(answer, Verdict):
-        return False
-    return answer.num_accepted < len(request.tokens) or answer.finish_reason is not FinishReason.NONE
 
 
 def _origins(num_drafted: int, num_accepted: int, num_beyond: int) -> tuple[Origin, ...]:

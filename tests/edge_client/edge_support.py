@@ -1,0 +1,149 @@
+"""A real verifier in this process, answers from it, and connections that can be cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cloud_verifier.server import ServerConfig, running_server
+from cloud_verifier.target_model import TargetModel
+from edge_client.connection import Patience, Verifier
+from edge_client.controller import Controller, FixedController, Plan
+from edge_client.draft_model import DraftModel
+from edge_client.generate import Conversation, SessionSettings
+from edge_client.results import Emission, Result
+from shared.messages import SamplingParams
+
+GREEDY = SamplingParams()
+PROMPT = tuple(range(40, 60))
+
+
+def load_tiny_target(folder: Path) -> TargetModel:
+    return TargetModel.load(str(folder), device="cpu", dtype="float32", num_slots=4096)
+
+
+@contextlib.asynccontextmanager
+async def serving(model: TargetModel, **config: object) -> AsyncIterator[str]:
+    """A verifier in this process; yields its address."""
+    settings = replace(ServerConfig(listen="127.0.0.1:0", drain_timeout_s=0.2), **config)
+    async with running_server(model, settings) as port:
+        yield f"127.0.0.1:{port}"
+
+
+@contextlib.asynccontextmanager
+async def conversing(
+    addresses: str | Sequence[str],
+    model: DraftModel,
+    *,
+    eos_ids: tuple[int, ...] = (),
+    draft: bool = True,
+    patience: Patience | None = None,
+    notices: list[str] | None = None,
+    **settings: object,
+) -> AsyncIterator[Conversation]:
+    addresses = [addresses] if isinstance(addresses, str) else list(addresses)
+    notify = notices.append if notices is not None else None
+    async with Verifier(addresses, tls=None, patience=patience, notify=notify) as verifier:
+        description = await verifier.describe()
+        chosen = SessionSettings(model.manifest.tokenizer, eos_ids, client="test", **settings)
+        async with Conversation(verifier, description, model if draft else None, chosen) as conversation:
+            yield conversation
+
+
+async def collect(
+    conversation: Conversation,
+    tokens: Sequence[int] = PROMPT,
+    *,
+    sampling: SamplingParams = GREEDY,
+    max_new_tokens: int = 24,
+    plan: Plan | None = None,
+    controller: Controller | None = None,
+) -> tuple[list[Emission], Result]:
+    """A whole answer."""
+    emissions: list[Emission] = []
+    async for event in conversation.answer(
+        tokens,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        controller=controller or FixedController(plan or Plan()),
+    ):
+        if isinstance(event, Result):
+            return emissions, event
+        emissions.append(event)
+    raise RuntimeError("the answer had no end")
+
+
+CLOUD = Plan(cloud_tokens=1 << 20)
+
+
+class Relay:
+    """A TCP connection that can be cut: at once, or after so many bytes in one direction."""
+
+    def __init__(self, target: str) -> None:
+        self.address = ""
+        self.refusing = False
+        self.up_bytes = 0
+        self.down_bytes = 0
+        self._target = target
+        self._cut_after: int | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Relay]:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+            self.cut()
+            await asyncio.sleep(0.01)
+
+    def cut(self) -> None:
+        """Breaks every connection that is open now."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def cut_after(self, num_bytes: int) -> None:
+        """Breaks everything once so many more bytes have passed, wherever in a message that is."""
+        self._cut_after = num_bytes
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.refusing:
+            writer.transport.abort()
+            return
+        host, _, port = self._target.rpartition(":")
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.transport.abort()
+            return
+        ends = {writer, far_writer}
+        self._writers |= ends
+        try:
+            await asyncio.gather(
+                self._pump(reader, far_writer, up=True), self._pump(far_reader, writer, up=False)
+            )
+        finally:
+            for end in ends:
+                end.transport.abort()
+            self._writers -= ends
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                if up:
+                    self.up_bytes += len(data)
+                else:
+                    self.down_bytes += len(data)
+                if self._cut_after is not None:
+                    data, self._cut_after = data[: self._cut_after], self._cut_after - len(data)
+                writer.write(data)
+                await writer.drain()
+                if self._cut_after is not None and self._cut_after <= 0:
+                    self._cut_after = None
+                    self.cut()
+        writer.transport.abort()
