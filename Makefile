@@ -9,14 +9,13 @@ STUBS := shared/pb/specwire/v1
 BENCH = $(PY) -m cloud_verifier.benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format proto proto-check bench-loopback experiment-basic clean
+.PHONY: help demo test test-all system lint format proto proto-check bench-loopback experiment-basic clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 $(READY): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install '$(TORCH)'
 	$(PY) -m pip install --editable '.[dev]'
 	touch $@
@@ -24,16 +23,20 @@ $(READY): pyproject.toml
 demo: $(READY)  ## a device and a verifier write an answer together, on the built-in model
 	$(PY) -m cloud_verifier.demo
 
-test: $(READY)  ## the tests that CI runs
+test: $(READY) system  ## the tests that CI runs
 	$(PY) -m pytest -m 'not slow'
 
-test-all: $(READY)  ## those, and the slow and statistical ones
+test-all: $(READY) system  ## those, and the slow and statistical ones
 	$(PY) -m pytest
+
+system:  ## Debian packages that some tests use, when run as root
+	deploy/system-packages.sh
 
 lint: $(READY)  ## format, lint and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy deploy/netlab
 
 format: $(READY)  ## let ruff format and fix
 	$(VENV)/bin/ruff format .
