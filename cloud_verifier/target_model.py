@@ -251,7 +251,10 @@ def _context(config: Any, wanted: int | None) -> int:
     if kinds - {"full_attention", "sliding_attention"}:
         names = ", ".join(sorted(kinds - {"full_attention"}))
         raise unsupported(f"it has layers that cannot forget rejected tokens ({names})")
-    context = min(wanted or text.max_position_embeddings, text.max_position_embeddings)
+    most = getattr(text, "max_position_embeddings", None)
+    if most is None:
+        raise unsupported("its configuration names no longest context")
+    context = min(wanted or most, most)
     window = getattr(text, "sliding_window", None)
     slides = window is not None and getattr(text, "use_sliding_window", True)
     if (

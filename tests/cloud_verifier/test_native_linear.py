@@ -1,0 +1,82 @@
+"""The compiled linear layers against torch's, in float64."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from cloud_verifier.native_linear import PackedLinear, load_kernel, pack_linears
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    found = load_kernel(tmp_path_factory.mktemp("kernel"))
+    if found is None:  # a machine without a C compiler runs torch's own layers, which need no test
+        pytest.xfail("no C compiler")
+    return found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("num_in", "num_out"), [(576, 192), (1536, 576), (1, 1), (193, 50), (64, 17)])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 5, 6, 7, 8, 13, 64])
+def test_the_product_is_right_to_float32(kernel, num_rows, num_in, num_out, bias):
+    torch.manual_seed(num_rows)
+    linear = nn.Linear(num_in, num_out, bias=bias)
+    rows = torch.randn(1, num_rows, num_in)
+    with torch.inference_mode():
+        exact = nn.functional.linear(
+            rows.double(), linear.weight.double(), None if linear.bias is None else linear.bias.double()
+        )
+        ours = PackedLinear(linear, kernel)(rows)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=4e-6)
+
+
+def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(kernel):
+    torch.manual_seed(1)
+    packed = PackedLinear(nn.Linear(577, 800), kernel)
+    rows = torch.randn(23, 577)
+    num_threads = torch.get_num_threads()
+    with torch.inference_mode():
+        together = packed(rows)
+        assert torch.equal(together, torch.cat([packed(row[None]) for row in rows]))
+        assert torch.equal(together[4:9], packed(rows[4:9]))
+        torch.set_num_threads(1)
+        assert torch.equal(together, packed(rows))
+    torch.set_num_threads(num_threads)
+
+
+def test_rows_need_not_be_contiguous(kernel):
+    linear = nn.Linear(40, 32)
+    rows = torch.randn(40, 9).t()
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedLinear(linear, kernel)(rows), linear(rows))
+
+
+def test_only_float32_linear_layers_are_replaced(kernel):
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8, dtype=torch.bfloat16))
+    assert pack_linears(model, kernel) == 1
+    assert isinstance(model[0], PackedLinear)
+    assert type(model[2]) is nn.Linear
+
+
+def test_the_library_is_compiled_once(tmp_path, kernel):
+    load_kernel(tmp_path)
+    (library,) = tmp_path.iterdir()
+    written = library.stat().st_mtime_ns
+    assert load_kernel(tmp_path) is not None
+    assert [(path, path.stat().st_mtime_ns) for path in tmp_path.iterdir()] == [(library, written)]
+
+
+def test_without_a_compiler_there_is_no_kernel(tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert load_kernel(tmp_path) is None
+
+
+def test_a_compiler_that_fails_is_reported_and_leaves_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CC", "false")
+    with caplog.at_level(logging.WARNING):
+        assert load_kernel(tmp_path) is None
+    assert "cannot be compiled" in caplog.text
+    assert list(tmp_path.iterdir()) == []
