@@ -95,15 +95,23 @@ class DraftModel:
             float32 [vocab_size], a view that the next `feed` overwrites.
 
         Raises:
-            SpecwireError: CONTEXT_EXCEEDED when they do not fit, BAD_TOKENS on an id that the model
+            SpecwireError: CONTEXT_EXCEEDED when they do not fit, BAD_TOKENS on an id that the tokenizer
                 does not have; nothing has changed then.
         """
         ids = np.asarray(tokens, np.int64)  # [num_tokens]
         self._check(ids)
         self._reserve(self.kv_len + len(ids))
+        # The tokenizer may have ids that the draft has no row for. Any stand-in keeps the answer exact:
+        # it only makes the next guesses worse.
+        ids = np.where(ids < self.manifest.num_logits, ids, 0)
         for start in range(0, len(ids), PREFILL_CHUNK):
             self._run(ids[start : start + PREFILL_CHUNK])
         return self._view
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the KV buffers."""
+        return sum(buffer.nbytes for buffer in self._kv.values())
 
     def _check(self, ids: NDArray[np.int64]) -> None:
         if ids.ndim != 1 or ids.size == 0:
@@ -114,12 +122,11 @@ class DraftModel:
                 f"{self.kv_len + len(ids)} tokens exceed the draft's context of {self.max_context}.",
                 "Shorten the conversation, or let the verifier write the rest alone.",
             )
-        limit = min(self.manifest.num_logits, self.vocab_size)
-        if ids.min() < 0 or ids.max() >= limit:
-            wrong = int(ids[(ids < 0) | (ids >= limit)][0])
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            wrong = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
             raise SpecwireError(
                 FaultKind.BAD_TOKENS,
-                f"Token id {wrong} is outside the draft's vocabulary of {limit}.",
+                f"Token id {wrong} is outside the draft's vocabulary of {self.vocab_size}.",
                 "Use a draft with the same tokenizer as the verifier's model.",
             )
 

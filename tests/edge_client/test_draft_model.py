@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from edge_client import draft_model
 from edge_client.draft_model import DraftModel
+from edge_client.manifest import read_manifest, write_manifest
 from shared.faults import FaultKind, SpecwireError
 
 TOKENS = st.lists(st.integers(0, 258), min_size=1, max_size=40)
@@ -44,20 +47,19 @@ def test_any_feeds_and_rollbacks_equal_a_fresh_run(steps, tiny_draft, fresh, sma
         model.rollback(len(held))
 
 
-def test_equals_transformers(tmp_path: Path, tiny_target: Path) -> None:
+def test_equals_transformers(tiny_draft: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from cloud_verifier.drafts.export import export_draft
-
-    draft = DraftModel.load(export_draft(str(tiny_target), tmp_path / "draft", precision="fp32"))
+    original = AutoModelForCausalLM.from_pretrained(tiny_draft.with_name("draft-hf"))
     tokens = np.random.default_rng(3).integers(0, 259, 50).tolist()
     with torch.inference_mode():
-        expected = AutoModelForCausalLM.from_pretrained(tiny_target)(torch.tensor([tokens])).logits[0]
+        expected = original(torch.tensor([tokens])).logits[0, :, :259].numpy()  # [50, 259]
+    draft = DraftModel.load(tiny_draft)
     draft.feed(tokens[:20])
     for position in range(20, 50):
         logits = draft.feed(tokens[position : position + 1])
-        np.testing.assert_allclose(logits, expected[position, :259].numpy(), atol=1e-4)
+        np.testing.assert_allclose(logits, expected[position], atol=1e-4)
 
 
 def test_padding_ids_are_cut(tiny_draft: Path) -> None:
@@ -74,6 +76,50 @@ def test_context_is_a_clear_limit(tiny_draft: Path) -> None:
     assert caught.value.kind is FaultKind.CONTEXT_EXCEEDED
     assert model.kv_len == 8
     assert np.isfinite(model.feed([1, 2])).all()
+
+
+def test_a_model_with_fewer_logits_than_ids_never_proposes_the_rest(tiny_draft: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_draft, tmp_path / "draft")
+    manifest = dataclasses.replace(read_manifest(tiny_draft), vocab_size=300)
+    write_manifest(tmp_path / "draft", manifest)
+    model = DraftModel.load(tmp_path / "draft")
+    logits = model.feed([1, 2, 290])
+    assert logits.shape == (300,)
+    assert np.isneginf(logits[272:]).all()
+    assert np.isfinite(logits[:272]).all()
+
+
+def test_the_kv_buffer_grows_with_what_is_held(tiny_draft: Path, small_buffers: None) -> None:
+    model = DraftModel.load(tiny_draft, max_context=20)
+    sizes = []
+    for _ in range(20):
+        model.feed([3])
+        sizes.append(model.kv_bytes // (2 * 2 * 2 * 16 * 4))  # layers, keys and values, heads, dim, float32
+    assert sizes == [8] * 8 + [16] * 8 + [20] * 4
+
+
+def test_logits_are_a_view_that_the_next_feed_overwrites(tiny_draft: Path) -> None:
+    model = DraftModel.load(tiny_draft)
+    first = model.feed([1])
+    kept = first.copy()
+    assert model.feed([2]) is first
+    assert not np.array_equal(first, kept)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "garbage"])
+def test_a_damaged_folder_is_a_clear_error(tiny_draft: Path, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(tiny_draft, folder)
+    if damage == "missing":
+        (folder / "specwire.json").unlink()
+    elif damage == "short":
+        (folder / "model.onnx").write_bytes(b"")
+    else:
+        size = (folder / "model.onnx").stat().st_size
+        (folder / "model.onnx").write_bytes(b"x" * size)
+    with pytest.raises(SpecwireError, match=str(folder)) as caught:
+        DraftModel.load(folder)
+    assert caught.value.kind is FaultKind.BAD_REQUEST
 
 
 @pytest.mark.parametrize("token", [-1, 259, 270])
