@@ -1,8 +1,9 @@
 """From logits to the distribution that is sampled, in NumPy: the edge's side and the oracle's.
 
-The order is that of verifier.proto: temperature, top-k, top-p, min-p, each on what the one before
-left over. Equal logits are kept in order of their ids, lowest first. The torch twins of these
-transforms live in `cloud_verifier.verification` and agree with them to float32 rounding.
+The order is that of verifier.proto: what `shared.history` does, then temperature, top-k, top-p,
+min-p, each on what the one before left over. Equal logits are kept in order of their ids, lowest
+first. The torch twins of these transforms live in `cloud_verifier.verification` and agree with them
+to float32 rounding.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.faults import FaultKind, SpecwireError
+from shared.history import TokenHistory, adjust, needs_history
 from shared.messages import SamplingParams
 from shared.randomness import COUPLED_BLOCK, coupled_blocks, coupled_excesses
 
@@ -52,12 +54,17 @@ def validate(params: SamplingParams) -> None:
             raise _bad_sampling("bad_words", word, "sequences of at least one token id of 0 or more")
 
 
-def probabilities(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float32]:
+def probabilities(
+    logits: NDArray[np.float32], params: SamplingParams, history: TokenHistory | None = None
+) -> NDArray[np.float32]:
     """[V] logits -> float32 [V] probabilities that sum to 1.
 
-    -inf forbids a token. SpecwireError(NOT_FINITE) when a logit is NaN or +inf, or all are -inf.
+    -inf forbids a token. `history` is the text before this position; only penalties and the like
+    look at it. SpecwireError(NOT_FINITE) when a logit is NaN or +inf, or all are -inf.
     """
     values = np.asarray(logits, np.float32)
+    if history is not None and needs_history(params):
+        values = adjust(values, params, history)
     top = values.max()
     if not np.isfinite(top):
         raise SpecwireError(

@@ -19,6 +19,7 @@ from cloud_verifier.verification.block import judge_block
 from cloud_verifier.verification.coupled import judge_coupled
 from cloud_verifier.verification.greedy import judge_greedy
 from cloud_verifier.verification.logprobs import emitted_logprobs
+from cloud_verifier.verification.penalties import adjust_logits
 from cloud_verifier.verification.rejection import judge_fused, judge_token
 from cloud_verifier.verification.types import BlockInput, BlockOutcome
 from shared.faults import FaultKind, SpecwireError
@@ -118,9 +119,10 @@ def _judge_group(
 ) -> list[BlockOutcome]:
     if len(batch.rows) < len(logits):
         logits = logits[torch.from_numpy(batch.rows).to(logits.device)]
+    adjusted = adjust_logits(logits, batch, blocks)
     # A NaN or +inf anywhere in a row shows in its maximum; -inf only forbids a token.
-    top = logits.amax(dim=1)
-    num_accepted, tokens = VERIFICATIONS[name].judge(logits, top, batch)
+    top = adjusted.amax(dim=1)
+    num_accepted, tokens = VERIFICATIONS[name].judge(adjusted, top, batch)
     finite = torch.isfinite(top)
     block_of_row = torch.from_numpy(batch.block_of_row).to(logits.device)
     faulty = torch.zeros_like(num_accepted).index_add_(0, block_of_row, (~finite).to(num_accepted.dtype))
@@ -153,8 +155,9 @@ def _effective_rule(block: BlockInput, vocab_size: int) -> str:
         )
     if is_greedy(block.sampling) and not (verification.lossy and block.sampling.fused_weight > 0):
         return "greedy"
-    if num_drafted and verification.needs_q and (block.q is None or block.q.num_rows != num_drafted):
-        carried = 0 if block.q is None else block.q.num_rows
+    lengths = np.diff(block.q.offsets) if block.q is not None else np.zeros(0)
+    carried = int(np.count_nonzero(lengths))
+    if num_drafted and verification.needs_q and not len(lengths) == carried == num_drafted:
         raise SpecwireError(
             FaultKind.BAD_PAYLOAD,
             f"{block.rule} verification of {num_drafted} tokens needs as many distributions, got {carried}.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.codecs import Distributions
@@ -21,6 +22,10 @@ class BlockInput:
         base_len: absolute position of tokens[0] in the session; with the seed, the key of every draw.
         more: another block follows, so full acceptance gives no bonus.
         logprobs: 0 none; n: log-probability of each emitted token and of the n - 1 likeliest.
+        context: everything committed before tokens[0]; needed only where `sampling` has a logit bias,
+            forbidden tokens or penalties (`shared.history.needs_history`).
+        prompt_len: how many tokens of `context` are not answer.
+        eos_ids: ids that end an answer, for min_tokens.
     """
 
     tokens: tuple[int, ...]
@@ -30,6 +35,9 @@ class BlockInput:
     base_len: int
     more: bool = False
     logprobs: int = 0
+    context: Sequence[int] = ()
+    prompt_len: int = 0
+    eos_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

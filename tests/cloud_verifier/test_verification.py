@@ -10,6 +10,7 @@ from cloud_verifier.verification import VERIFICATIONS, BlockInput, get_verificat
 from shared import reference
 from shared.codecs import Distributions, get_codec
 from shared.faults import FaultKind, SpecwireError
+from shared.history import TokenHistory
 from shared.messages import SamplingParams
 from shared.randomness import Purpose, random_words
 from shared.sampling import coupled_choice, is_greedy, probabilities
@@ -38,11 +39,18 @@ class Nudged(reference.CounterDraws):
 
 def oracle(rows, block, by=0.0):
     """The oracle's judgement of `block` on float32 logits [K + 1, V]."""
-    p = np.array([probabilities(row, block.sampling) for row in rows], np.float64)
-    more = block.more and bool(block.tokens)
     sampling = block.sampling
-    if block.rule == "greedy" or (is_greedy(sampling) and block.rule != "fused"):
-        return reference.greedy(block.tokens, rows, more=more)
+    as_greedy = block.rule == "greedy" or (is_greedy(sampling) and block.rule != "fused")
+    if as_greedy:
+        sampling = replace(sampling, temperature=0.0)
+    text = TokenHistory(block.context, block.prompt_len, block.eos_ids)
+    p = np.zeros(rows.shape)
+    for i, row in enumerate(rows):
+        p[i] = probabilities(row, sampling, text)
+        text.append(block.tokens[i] if i < len(block.tokens) else 0)
+    more = block.more and bool(block.tokens)
+    if as_greedy:
+        return reference.greedy(block.tokens, p, more=more)
     if block.rule == "coupled":
         return reference.coupled(block.tokens, p * (1 + by), sampling.seed, block.base_len, more=more)
     q = np.zeros((0, rows.shape[1])) if block.q is None else block.q.dense(rows.shape[1])
@@ -63,10 +71,27 @@ def random_sampling(rng):
     )
 
 
+def with_penalties(rng, sampling, vocab_size):
+    tokens = rng.integers(0, vocab_size + 2, 6).tolist()
+    return replace(
+        sampling,
+        repetition_penalty=float(rng.choice([1.0, 1.3, 0.8])),
+        presence_penalty=float(rng.choice([0.0, 0.7, -1.0])),
+        frequency_penalty=float(rng.choice([0.0, 0.4])),
+        logit_bias={tokens[0]: 1.5, tokens[1]: -2.0} if rng.random() < 0.5 else {},
+        min_tokens=int(rng.choice([0, 22])),
+        bad_words=((tokens[2],), tuple(tokens[3:5])) if rng.random() < 0.5 else (),
+    )
+
+
 def random_block(rng, vocab_size, rule, max_drafted=6):
     """(float32 logits [K + 1, V], block): the draft resembles the target, as drafts do."""
     num_drafted = int(rng.integers(0, max_drafted + 1))
     sampling = random_sampling(rng)
+    context = rng.integers(0, vocab_size, 20).tolist()
+    if vocab_size > 2 and rng.random() < 0.3:
+        sampling = with_penalties(rng, sampling, vocab_size)
+    history = TokenHistory(context, 15, (1,))
     logits = rng.normal(0, 2, (num_drafted + 1, vocab_size)).astype(np.float32)
     if rng.random() < 0.2:
         logits = np.round(logits)
@@ -78,12 +103,15 @@ def random_block(rng, vocab_size, rule, max_drafted=6):
     rows, tokens = [], []
     for i in range(num_drafted):
         drafted = logits[i] + rng.normal(0, noise, vocab_size).astype(np.float32)
-        row = codec.quantise(probabilities(drafted, sampling))
+        row = codec.quantise(probabilities(drafted, sampling, history))
         rows.append(row)
         tokens.append(row.sample(int(random_words(sampling.seed, Purpose.DRAFT, base_len + i, base_len))))
+        history.append(tokens[-1])
     q = codec.decode(codec.encode(rows, vocab_size), num_drafted, vocab_size)
     more = bool(rng.random() < 0.3)
-    return logits, BlockInput(tuple(tokens), q, sampling, rule, base_len, more)
+    return logits, BlockInput(
+        tuple(tokens), q, sampling, rule, base_len, more, context=context, prompt_len=15, eos_ids=(1,)
+    )
 
 
 def random_batch(rng, rules, vocab_size):
