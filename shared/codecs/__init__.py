@@ -7,15 +7,22 @@ from types import MappingProxyType
 
 from shared.codecs.base import Codec, Distributions, Row
 from shared.codecs.dense import DenseCodec
+from shared.codecs.dense_q8 import DenseQ8Codec
 from shared.codecs.lattice import LatticeCodec
+from shared.codecs.tokens import TokensCodec
 from shared.faults import FaultKind, SpecwireError
 
 __all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Distributions", "Row", "get_codec"]
 
 _ALL: tuple[Codec, ...] = (
     LatticeCodec("lattice"),
+    LatticeCodec("lattice_coarse", price=3e-3),
+    LatticeCodec("lattice_fine", price=3e-4),
+    DenseQ8Codec("dense_q8_deflate", deflate=True),
+    DenseQ8Codec("dense_q8"),
     DenseCodec("dense_f16", "<f2"),
     DenseCodec("dense_f32", "<f4"),
+    TokensCodec("tokens"),
 )
 
 # In order of preference.

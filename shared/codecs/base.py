@@ -90,6 +90,11 @@ class Codec(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def carries_q(self) -> bool:
+        """Whether payloads hold distributions; rules that judge by q need that."""
+        ...
+
     def quantise(self, probs: NDArray[np.float32]) -> Row:
         """[V] probabilities -> exactly the distribution that `decode` will give back."""
         ...

@@ -1,53 +1,66 @@
-"""Bit strings in NumPy: many fields of different width written or read in a handful of array calls.
+"""Strings of bits for payloads that are read sequentially.
 
-Bit 0 of a string is the highest bit of its first byte; fields are written highest bit first.
+Bits are kept as text of "0" and "1": finding the end of a unary number and reading a field are then
+single calls into C, which beats both bit arithmetic in Python and array code at these lengths.
 """
 
 from __future__ import annotations
 
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-MAX_FIELD_BITS = 56  # a field of 56 bits fits a 64-bit window wherever in a byte it begins
-
-
-def field_bits(values: NDArray[Any], widths: NDArray[Any]) -> NDArray[np.uint8]:
-    """Bits (uint8, 0 or 1) of the fields one after the other; widths of 0 write nothing."""
-    widths = widths.astype(np.int64)
-    ends = np.cumsum(widths)
-    num_bits = int(ends[-1]) if len(ends) else 0
-    # [num_bits]: how far each bit stands from the low end of its field
-    shifts = np.repeat(ends, widths) - np.arange(1, num_bits + 1)
-    return ((np.repeat(values.astype(np.int64), widths) >> shifts) & 1).astype(np.uint8)
+def to_bytes(bits: str) -> bytes:
+    """The bits, highest bit of the first byte first, filled up with zeros."""
+    num_bytes = (len(bits) + 7) // 8
+    return int(bits.ljust(8 * num_bytes, "0") or "0", 2).to_bytes(num_bytes, "big")
 
 
-def read_fields(data: bytes, starts: NDArray[Any], widths: NDArray[Any]) -> NDArray[np.int64]:
-    """Fields that begin at bit `starts`, `widths` <= MAX_FIELD_BITS bits long; bits past the end are 0."""
-    padded = np.frombuffer(data + bytes(8), np.uint8)
-    # [n, 8] -> [n]: the 64-bit window that begins at the byte of the field's first bit
-    windows = padded[np.minimum(starts >> 3, len(data))[:, None] + np.arange(8)]
-    words = np.ascontiguousarray(windows).view(">u8").ravel().astype(np.uint64)
-    words <<= (starts & 7).astype(np.uint64)
-    # Shifted in two steps because a shift by 64 is undefined.
-    words >>= (63 - widths).astype(np.uint64)
-    return (words >> np.uint64(1)).astype(np.int64)
+def truncated_binary(value: int, size: int) -> str:
+    """`value` below `size` in floor(log2 size) bits or one more; nothing when size is 1."""
+    width = size.bit_length() - 1
+    unused = (2 << width) - size
+    if value < unused:
+        return f"{value:0{width}b}" if width else ""
+    return f"{value + unused:0{width + 1}b}"
 
 
-def unary_bits(values: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Each value as that many zeros and a one."""
-    ones = np.cumsum(values + 1) - 1
-    bits = np.zeros(int(ones[-1]) + 1 if len(ones) else 0, np.uint8)
-    bits[ones] = 1
-    return bits
+class EndOfBits(Exception):  # noqa: N818
+    """More bits were asked for than there are."""
 
 
-def read_unary(bits: NDArray[np.uint8], start: int, count: int) -> tuple[NDArray[np.int64], int] | None:
-    """`count` unary values from bit `start` on, and the bit after them; None when there are fewer."""
-    if count == 0:
-        return np.zeros(0, np.int64), start
-    ones = np.flatnonzero(bits[start:])[:count]
-    if len(ones) < count:
-        return None
-    return np.diff(ones, prepend=-1) - 1, start + int(ones[-1]) + 1
+class BitReader:
+    """Reads what the functions above write; raises EndOfBits instead of reading past the end."""
+
+    def __init__(self, data: bytes) -> None:
+        # A leading one keeps leading zeros.
+        self._bits = bin(int.from_bytes(b"\x01" + data, "big"))[3:]
+        self._at = 0
+
+    def field(self, width: int) -> int:
+        """An unsigned number of `width` bits."""
+        end = self._at + width
+        if end > len(self._bits):
+            raise EndOfBits
+        value = int(self._bits[self._at : end], 2) if width else 0
+        self._at = end
+        return value
+
+    def unary(self) -> int:
+        """The number of zeros before the next one."""
+        one = self._bits.find("1", self._at)
+        if one < 0:
+            raise EndOfBits
+        count = one - self._at
+        self._at = one + 1
+        return count
+
+    def truncated_binary(self, size: int) -> int:
+        """A number below `size`."""
+        width = size.bit_length() - 1
+        unused = (2 << width) - size
+        value = self.field(width)
+        if value >= unused:
+            value = 2 * value + self.field(1) - unused
+        return value
+
+    def at_end(self) -> bool:
+        """Whether nothing but the zeros that fill up the last byte is left."""
+        return len(self._bits) - self._at < 8 and "1" not in self._bits[self._at :]

@@ -22,6 +22,7 @@ class DenseCodec:
 
     name: str
     dtype: str
+    carries_q: bool = True
 
     def quantise(self, probs: NDArray[np.float32]) -> Row:
         stored = probs.astype(self.dtype)

@@ -3,13 +3,16 @@
 The edge samples such a row with integer arithmetic and the verifier rebuilds the very same rational
 number, so nothing depends on float rounding, on the CPU or on the library version.
 
-Payload, as one bit string (see `shared.codecs.bits`):
-  headers     K times: b (4 bits); n - 1 (b bits); Rice parameter l (5 bits)
-  id units    unary, of all rows: gap >> l, where gap = id - previous id - 1 (previous = -1 at first)
-  id rests    the low l bits of each gap
-  weight units, rests   weights but the last of each row, Elias gamma: unary of the number of bits
-              below the leading one, then those bits; the last weight is what the sum to 2^b leaves
-A one-hot row has b = 0, so it takes 9 bits and the id.
+How many ids and how fine the weights are is chosen for each position: a byte is spent where it buys
+enough closeness. A payload is one string of bits, row after row:
+  b           4 bits: the weights sum to 2^b; b = 0 is a one-hot row
+  n - 1       min(b, 9) bits: the number of ids
+  ids         ascending. Each is told as a distance on the axis of `shared.codecs.id_prior` from the
+              end of the one before: cells of 2^l to skip, in unary, and then which of the ids that
+              begin in that cell, in truncated binary. l follows from what is left of the axis and
+              how many ids are still to come, near the best for such distances (Golomb 1966).
+  place       of the largest weight, truncated binary below n
+  weights     all but the largest, in the order of the ids, Elias gamma; the largest is what is left
 """
 
 from __future__ import annotations
@@ -21,166 +24,164 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.codecs.base import Distributions, Row, bad_payload
-from shared.codecs.bits import field_bits, read_fields, read_unary, unary_bits
+from shared.codecs.bits import BitReader, EndOfBits, to_bytes, truncated_binary
+from shared.codecs.id_prior import AxisWalk, IdAxis, id_axis
+from shared.sampling import keep_largest
 
 _BITS_WIDTH = 4
-_RICE_WIDTH = 5
+_COUNT_WIDTH = 9
+MAX_IDS = 1 << _COUNT_WIDTH
+MAX_WEIGHT_BITS = 13
 
 
 @dataclass(frozen=True, slots=True)
 class LatticeCodec:
-    """`weight_bits` is b of every row that is not one-hot; at most `max_ids` ids a row are kept."""
+    """`price` is how much total variation a byte must save to be spent."""
 
     name: str
-    weight_bits: int = 10
-    max_ids: int = 160
+    price: float = 1e-3
+    carries_q: bool = True
 
     def quantise(self, probs: NDArray[np.float32]) -> Row:
-        """Largest-remainder rounding of the likeliest ids to weights that sum to 2^b; zeros fall away."""
-        total = 1 << self.weight_bits
-        top = float(probs.max())
-        ids = np.flatnonzero(probs >= min(top, 0.5 / total))
-        mass = probs[ids]
-        if len(ids) > self.max_ids:
-            order = np.argsort(-mass, kind="stable")[: self.max_ids]
-            ids = np.sort(ids[order])
-            mass = probs[ids]
-        ideal = mass.astype(np.float64) * (total / float(mass.sum(dtype=np.float64)))
-        weights = np.floor(ideal).astype(np.int64)
-        missing = total - int(weights.sum())
-        weights[np.argsort(weights - ideal, kind="stable")[:missing]] += 1
-        kept = weights > 0
-        kept_ids = ids[kept].astype(np.int32)
-        if len(kept_ids) == 1:
-            return Row(kept_ids, np.ones(1, np.int64), 1)
-        return Row(kept_ids, weights[kept], total)
+        """The likeliest ids with weights by largest-remainder rounding."""
+        ids, mass = _head(probs)
+        bits, count = self._choose(mass, len(probs))
+        kept, weights = _round(mass[:count], 1 << bits)
+        order = np.argsort(ids[kept])
+        ids, weights = ids[kept][order], weights[order]
+        if len(ids) == 1:
+            return Row(ids.astype(np.int32), np.ones(1, np.int64), 1)
+        return Row(ids.astype(np.int32), weights, 1 << bits)
+
+    def _choose(self, mass: NDArray[np.float32], vocab_size: int) -> tuple[int, int]:
+        """(b, number of ids) with the least total variation + price x bytes, both estimated.
+
+        Args:
+            mass: [m], the largest probabilities, descending.
+            vocab_size: V.
+        """
+        bits = np.arange(MAX_WEIGHT_BITS + 1)
+        # Ids that would round to nothing are left out.
+        counts = np.searchsorted(-mass, -0.6 * 0.5**bits, side="right").clip(min=1)
+        counts[0] = 1
+        lost = 1.0 - np.cumsum(mass, dtype=np.float64)[counts - 1]
+        # Rounding moves a quarter of a unit of each weight on average.
+        lost += np.where(counts > 1, counts * 0.125 * 0.5**bits, 0.0)
+        num_bits = counts * (np.log2(vocab_size / counts) + 2.6) + 12
+        best = int(np.argmin(lost + self.price / 8 * num_bits))
+        return int(bits[best]), int(counts[best])
 
     def encode(self, rows: Sequence[Row], vocab_size: int) -> bytes:
-        if not rows:
-            return b""
-        bits = np.array([int(row.total).bit_length() - 1 for row in rows])
-        counts = np.array([len(row.ids) for row in rows])
-        rice = np.array([_rice_parameter(n, vocab_size) for n in counts.tolist()])
-        headers = field_bits(
-            np.stack([bits, counts - 1, rice], axis=1).ravel(),
-            np.stack(
-                [np.full_like(bits, _BITS_WIDTH), bits, np.full_like(bits, _RICE_WIDTH)], axis=1
-            ).ravel(),
-        )
-        ids = np.concatenate([row.ids for row in rows]).astype(np.int64)
-        weights = np.concatenate([row.weights for row in rows])
-        ends = np.cumsum(counts)
-        gaps = np.diff(ids, prepend=-1) - 1
-        first = ends - counts
-        gaps[first] = ids[first]
-        id_bits = np.repeat(rice, counts)
-        coded = np.delete(weights, ends - 1)
-        weight_bits = _bit_lengths(coded) - 1
-        string = [
-            headers,
-            unary_bits(gaps >> id_bits),
-            field_bits(gaps, id_bits),
-            unary_bits(weight_bits),
-            field_bits(coded, weight_bits),
-        ]
-        return np.packbits(np.concatenate(string)).tobytes()
+        axis = id_axis(vocab_size)
+        out: list[str] = []
+        for row in rows:
+            bits = int(row.total).bit_length() - 1
+            ids = row.ids.tolist()
+            out.append(f"{bits:0{_BITS_WIDTH}b}")
+            if bits:
+                out.append(f"{len(ids) - 1:0{min(bits, _COUNT_WIDTH)}b}")
+            _write_ids(out, ids, axis)
+            if bits:
+                _write_weights(out, row.weights.tolist())
+        return to_bytes("".join(out))
 
     def decode(self, payload: bytes, num_rows: int, vocab_size: int) -> Distributions:
         if len(payload) > self.max_payload_bytes(num_rows, vocab_size):
             raise bad_payload(self.name, f"{len(payload)} bytes are more than {num_rows} rows can take")
-        bits, counts, rice, cursor = self._read_headers(payload, num_rows)
-        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        num_ids = int(offsets[-1])
-        if cursor + num_ids > 8 * len(payload):
-            raise bad_payload(self.name, "it is cut short")
-        string = np.unpackbits(np.frombuffer(payload, np.uint8))
-
-        units = read_unary(string, cursor, num_ids)
-        if units is None:
-            raise bad_payload(self.name, "it is cut short")
-        quotients, cursor = units
-        low_bits = np.repeat(rice, counts)
-        rests, cursor = _read_run(payload, cursor, low_bits)
-        if (quotients > (vocab_size >> low_bits)).any():
-            raise bad_payload(self.name, f"a token id is outside the vocabulary of {vocab_size}")
-        ids = _sum_gaps((quotients << low_bits) | rests, offsets)
-        if num_ids and ids.max() >= vocab_size:
-            raise bad_payload(self.name, f"token id {ids.max()} is outside the vocabulary of {vocab_size}")
-
-        units = read_unary(string, cursor, num_ids - num_rows)
-        if units is None:
-            raise bad_payload(self.name, "it is cut short")
-        lengths, cursor = units
-        if (lengths >= 1 << _BITS_WIDTH).any():
-            raise bad_payload(self.name, "a weight is larger than its total")
-        rests, cursor = _read_run(payload, cursor, lengths)
-        if cursor > 8 * len(payload) or 8 * len(payload) - cursor >= 8 or string[cursor:].any():
-            raise bad_payload(self.name, "it is cut short, or something follows the last weight")
-
-        weights = np.zeros(num_ids, np.int64)
-        last = np.zeros(num_ids, np.bool_)
-        last[offsets[1:] - 1] = True
-        weights[~last] = (1 << lengths) | rests
-        totals = 1 << bits
-        weights[last] = totals - (np.add.reduceat(weights, offsets[:-1]) if num_rows else weights)
-        if (weights < 1).any():
-            raise bad_payload(self.name, "the weights of a row exceed its total")
-        return Distributions(offsets, ids.astype(np.int32), weights / np.repeat(totals, counts))
+        reader = BitReader(payload)
+        axis = id_axis(vocab_size)
+        offsets = np.zeros(num_rows + 1, np.int64)
+        ids: list[int] = []
+        probs: list[NDArray[np.float64]] = []
+        try:
+            for i in range(num_rows):
+                bits = reader.field(_BITS_WIDTH)
+                count = 1 + reader.field(min(bits, _COUNT_WIDTH))
+                ids += self._read_ids(reader, count, axis)
+                weights = self._read_weights(reader, count, 1 << bits) if bits else [1]
+                probs.append(np.array(weights, np.float64) / (1 << bits))
+                offsets[i + 1] = len(ids)
+        except EndOfBits:
+            raise bad_payload(self.name, "it is cut short") from None
+        if not reader.at_end():
+            raise bad_payload(self.name, "something follows the last weight")
+        flat = np.concatenate(probs) if probs else np.zeros(0)
+        return Distributions(offsets, np.array(ids, np.int32), flat)
 
     def max_payload_bytes(self, num_rows: int, vocab_size: int) -> int:
-        # An id takes at most its Rice rest, a one and its share of V >> l zeros; a gamma code of a
-        # weight below 2^b takes at most 2b - 1 bits.
-        header = _BITS_WIDTH + _RICE_WIDTH + self.weight_bits
-        rice = _rice_parameter(self.max_ids, vocab_size)
-        ids = self.max_ids * (rice + 1) + (vocab_size >> rice)
-        one_id = _rice_parameter(1, vocab_size) + 3
-        weights = self.max_ids * 2 * self.weight_bits
-        return (num_rows * (header + max(ids, one_id) + weights) + 7) // 8
+        # A distance that is the share f of the axis that is left skips less than 2.9 n f cells, and
+        # the shares of a row add up to less than ln(length): together under 2 n log2(length).
+        axis_bits = id_axis(vocab_size).length.bit_length()
+        count = min(MAX_IDS, vocab_size)
+        id_bits = 2 * axis_bits + 1 + vocab_size.bit_length()
+        row = _BITS_WIDTH + 2 * _COUNT_WIDTH + count * (id_bits + 2 * 15) + 2 * axis_bits
+        return (num_rows * row + 7) // 8
 
-    def _read_headers(
-        self, payload: bytes, num_rows: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
-        """(b, n, l) of every row and the bit that follows the headers."""
-        header_bytes = (num_rows * (2 * _BITS_WIDTH + _RICE_WIDTH + 15) + 7) // 8
-        available = payload[:header_bytes]
-        string = int.from_bytes(available, "big")
-        num_bits = 8 * len(available)
-        cursor = 0
+    def _read_ids(self, reader: BitReader, count: int, axis: IdAxis) -> list[int]:
+        ids = []
+        walk = AxisWalk(axis)
+        for left in range(count, 0, -1):
+            size = walk.enter(reader.unary(), walk.cell_bits(left))
+            if size < 1:
+                raise bad_payload(self.name, f"a token id is outside the vocabulary of {axis.vocab_size}")
+            ids.append(walk.take(reader.truncated_binary(size)))
+        return ids
 
-        def take(width: int) -> int:
-            nonlocal cursor
-            cursor += width
-            if cursor > num_bits:
-                raise bad_payload(self.name, "it is cut short")
-            return (string >> (num_bits - cursor)) & ((1 << width) - 1)
-
-        out = np.zeros((3, num_rows), np.int64)
-        for i in range(num_rows):
-            out[0, i] = bits = take(_BITS_WIDTH)
-            out[1, i] = take(bits) + 1
-            out[2, i] = take(_RICE_WIDTH)
-        if (out[1] > self.max_ids).any():
-            raise bad_payload(self.name, f"a row of {out[1].max()} ids exceeds {self.max_ids}")
-        return out[0], out[1], out[2], cursor
-
-
-def _rice_parameter(num_ids: int, vocab_size: int) -> int:
-    """l near the best for a geometric gap of mean V / n: 2^l about 0.69 times the mean (Golomb 1966)."""
-    return max(0, int(0.69 * vocab_size / num_ids).bit_length() - 1)
+    def _read_weights(self, reader: BitReader, count: int, total: int) -> list[int]:
+        place = reader.truncated_binary(count)
+        weights = []
+        left = total
+        for i in range(count):
+            weight = 0
+            if i != place:
+                length = reader.unary()
+                if length > MAX_WEIGHT_BITS + 2:
+                    raise bad_payload(self.name, "a weight is larger than its total")
+                weight = (1 << length) | reader.field(length)
+                left -= weight
+            weights.append(weight)
+        if left < 1:
+            raise bad_payload(self.name, "the weights of a row exceed its total")
+        weights[place] = left
+        return weights
 
 
-def _bit_lengths(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.frexp(values.astype(np.float64))[1].astype(np.int64)
+def _head(probs: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
+    """Up to MAX_IDS likeliest ids and their probabilities, descending, lowest id first among equals."""
+    floor = np.float32(0.5 ** (MAX_WEIGHT_BITS + 1))
+    ids = np.flatnonzero(probs >= min(floor, probs.max()))
+    mass = probs[ids]
+    if len(ids) > MAX_IDS:
+        kept = keep_largest(mass, MAX_IDS)
+        ids, mass = ids[kept], mass[kept]
+    order = np.argsort(-mass, kind="stable")
+    return ids[order], mass[order]
 
 
-def _read_run(payload: bytes, cursor: int, widths: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-    """Fields of `widths` bits one after the other from bit `cursor` on, and the bit after them."""
-    ends = cursor + np.cumsum(widths)
-    return read_fields(payload, ends - widths, widths), int(ends[-1]) if len(ends) else cursor
+def _round(mass: NDArray[np.float32], total: int) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """Integer weights in proportion to `mass` that sum to `total`: those above 0, and where they are."""
+    ideal = mass.astype(np.float64) * (total / float(mass.sum(dtype=np.float64)))
+    weights = np.floor(ideal).astype(np.int64)
+    missing = total - int(weights.sum())
+    weights[np.argsort(weights - ideal, kind="stable")[:missing]] += 1
+    kept = np.flatnonzero(weights)
+    return kept, weights[kept]
 
 
-def _sum_gaps(gaps: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Ascending ids of each row from the gaps between them."""
-    running = np.concatenate([[0], np.cumsum(gaps + 1)])
-    ids: NDArray[np.int64] = running[1:] - np.repeat(running[offsets[:-1]], np.diff(offsets)) - 1
-    return ids
+def _write_ids(out: list[str], ids: Sequence[int], axis: IdAxis) -> None:
+    walk = AxisWalk(axis)
+    for left, token in zip(range(len(ids), 0, -1), ids, strict=True):
+        cell = walk.cell_bits(left)
+        skipped = (axis.begin(token) - walk.begin) >> cell
+        size = walk.enter(skipped, cell)
+        out.append("0" * skipped + "1")
+        out.append(truncated_binary(token - walk.first, size))
+        walk.take(token - walk.first)
+
+
+def _write_weights(out: list[str], weights: Sequence[int]) -> None:
+    place = weights.index(max(weights))
+    out.append(truncated_binary(place, len(weights)))
+    for i, weight in enumerate(weights):
+        if i != place:
+            out.append("0" * (weight.bit_length() - 1) + f"{weight:b}")
