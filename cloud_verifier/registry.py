@@ -26,6 +26,7 @@ from shared.wire import ServerMessage
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_MS = 2_000
+_OUR_FAULTS = frozenset({FaultKind.INTERNAL, FaultKind.NOT_FINITE, FaultKind.TIMED_OUT})
 _REMEDY_REOPEN = "Open a new session with the text so far."
 
 
@@ -238,7 +239,8 @@ class Registry:
 
     def fault(self, session: Session, error: SpecwireError) -> None:
         self._observer.faulted(error.kind)
-        log.warning(
+        log.log(
+            logging.WARNING if error.kind in _OUR_FAULTS else logging.INFO,
             "fault %s: %s",
             error.kind,
             error.text,
@@ -362,6 +364,8 @@ class Registry:
         for session in (*idle, *sorted(newer, key=lambda s: -s.waiting_since)):
             if pool.num_free >= wanted:
                 return
+            # An idle session computes its text again when its client comes back, not before.
+            session.wants_prefill = session.has_work
             self._drop_slots(session)
             self._cache.evict(wanted - pool.num_free)
 

@@ -136,7 +136,8 @@ class Session:
         num_accepted = min(outcome.num_accepted, len(emitted))
         self.committed.extend(emitted)
         self.finish_reason = reason
-        if num_accepted < len(block.tokens):
+        # Blocks that were drafted on top of what was rejected, or past the end, must be known as stale.
+        if num_accepted < len(block.tokens) or reason is not FinishReason.NONE:
             self.epoch += 1
         return Verdict(
             step=block.step,

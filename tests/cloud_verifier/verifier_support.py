@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,7 +109,9 @@ class Client:
         self.opened = opened
         return opened
 
-    def send_block(self, tokens: Sequence[int], q: Distributions | None = None, **changes: object) -> DraftBlock:
+    def send_block(
+        self, tokens: Sequence[int], q: Distributions | None = None, **changes: object
+    ) -> DraftBlock:
         block = DraftBlock(self.step, self.epoch, len(self.committed), tuple(tokens), b"")
         block = replace(block, **changes)  # type: ignore[arg-type]
         self.step = block.step + 1
@@ -146,9 +149,7 @@ class Client:
                 return written
 
     def append(self, tokens: Sequence[int], max_new_tokens: int = 32) -> None:
-        self.ticket.submit(
-            Append(self.step, self.epoch, len(self.committed), tuple(tokens), max_new_tokens)
-        )
+        self.ticket.submit(Append(self.step, self.epoch, len(self.committed), tuple(tokens), max_new_tokens))
         message = self.get()
         assert isinstance(message, Tokens)
         assert not message.tokens
@@ -194,6 +195,13 @@ class Alone:
 def prompts(num: int, length: int, seed: int = 0, vocab_size: int = 256) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(num)]
+
+
+def sync(engine: Engine) -> None:
+    """Waits until the engine has done all that was asked of it before, the work in hand excepted."""
+    done = threading.Event()
+    engine.post(done.set)
+    assert done.wait(PATIENCE_S)
 
 
 def until(condition: Callable[[], bool]) -> None:
