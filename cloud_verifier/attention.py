@@ -91,12 +91,32 @@ class Group:
     blocks: BlockMask | None = None  # for FlexAttention; without a mask everything is visible
 
 
+class Scratch:
+    """Memory for gathered keys and values, used again by every group, layer and pass.
+
+    Fresh memory of this size would come from the system each time, page by page, and cost more than the copy.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def gather(self, purpose: str, store: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Rows `slots` of `store`; valid until the next gather for the same purpose."""
+        num = len(slots) * store[0].numel()
+        buffer = self._buffers.get(purpose)
+        if buffer is None or buffer.numel() < num:
+            buffer = self._buffers[purpose] = store.new_empty(num)
+        rows = buffer[:num].view(len(slots), *store.shape[1:])
+        return torch.index_select(store, 0, slots, out=rows)
+
+
 @dataclass(frozen=True, slots=True)
 class PassLayout:
     """Where the pass's tokens are written, and what they read."""
 
     write: torch.Tensor  # [T] slots of the new tokens
     groups: tuple[Group, ...]
+    scratch: Scratch
     unpad: torch.Tensor | None  # [T] row of the groups' outputs, one after another; None: already in order
     flex: FlexFunction | None = None  # None: scaled dot-product attention
 
@@ -133,8 +153,9 @@ def attend(
             raise unsupported(f"its attention uses `{name}`")
     num_heads, num_rows = query.shape[1:3]
     packed = query[0].transpose(0, 1)  # [T, heads, D]
-    flex = specwire_pass.flex
-    outputs = [_attend_group(group, packed, key, value, scaling, flex) for group in specwire_pass.groups]
+    outputs = [
+        _attend_group(group, packed, key, value, scaling, specwire_pass) for group in specwire_pass.groups
+    ]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if specwire_pass.unpad is not None:
         output = output.index_select(0, specwire_pass.unpad)
@@ -147,7 +168,7 @@ def _attend_group(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float | None,
-    flex: FlexFunction | None,
+    layout: PassLayout,
 ) -> torch.Tensor:
     """[B * n, heads * D] for the rows of `group`."""
     batch, num_new, context = group.batch, group.num_new, group.context
@@ -163,12 +184,12 @@ def _attend_group(
         keys = key[group.first_slot : group.first_slot + context]
         values = value[group.first_slot : group.first_slot + context]
     else:
-        keys = key.index_select(0, group.gather)
-        values = value.index_select(0, group.gather)
+        keys = layout.scratch.gather("keys", key, group.gather)
+        values = layout.scratch.gather("values", value, group.gather)
     keys = keys.view(batch, context, num_kv_heads, -1).transpose(1, 2)
     values = values.view(batch, context, num_kv_heads, -1).transpose(1, 2)
-    if flex is not None:
-        output = flex(folded, keys, values, block_mask=group.blocks, scale=scaling)
+    if layout.flex is not None:
+        output = layout.flex(folded, keys, values, block_mask=group.blocks, scale=scaling)
     else:
         output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask, scale=scaling)
     output = output.view(batch, num_kv_heads, num_new, heads_per_kv, -1).transpose(1, 2)

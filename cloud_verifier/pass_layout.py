@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cloud_verifier.attention import FlexFunction, Group, PassLayout, Visibility
+from cloud_verifier.attention import FlexFunction, Group, PassLayout, Scratch, Visibility
 
 # Rough costs on a CPU, in microseconds and per layer: of one more call, of reading one more slot, and of
 # scoring one more (token, slot) pair. Only their ratios matter: they decide which sessions share a call.
@@ -65,6 +65,7 @@ class PassSpec:
     dtype: torch.dtype
     device: torch.device
     flex: FlexFunction | None = None
+    scratch: Scratch = field(default_factory=Scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ def prepare(segments: Sequence[Segment], spec: PassSpec) -> PreparedPass:
     sent = parcel.send(spec.device)
     groups = tuple(group.finish(sent, spec) for group in pending)
     unpad = None if in_order else sent[-1]
-    layout = PassLayout(write=sent[2], groups=groups, unpad=unpad, flex=spec.flex)
+    layout = PassLayout(write=sent[2], groups=groups, scratch=spec.scratch, unpad=unpad, flex=spec.flex)
     return PreparedPass(tokens=sent[0], positions=sent[1], keep=sent[3], layout=layout)
 
 
