@@ -6,7 +6,7 @@ import torch
 
 from cloud_verifier.verification.batch import Batch
 from cloud_verifier.verification.sampling import draw_decisive
-from cloud_verifier.verification.transforms import target_probs
+from cloud_verifier.verification.target_probs import TargetProbs
 from shared.randomness import Purpose
 
 
@@ -17,13 +17,13 @@ def judge_block(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[
     """
     device = logits.device
     draft = batch.need_draft()
-    probs = target_probs(logits, top, batch.params)
+    target = TargetProbs(logits, top, batch.params)
     token_rows = torch.from_numpy(batch.token_rows).to(device)
     drafted = torch.from_numpy(batch.tokens).to(device)
     drawn = torch.from_numpy(draft.drawn).to(device)
 
     # [B, max K]: log of the joint acceptance probability of each prefix, min(1, .) at every step
-    ratios = batch.padded((probs[token_rows, drafted].double() / drawn).log(), 0.0)
+    ratios = batch.padded((target.at(token_rows, drafted) / drawn).log(), 0.0)
     running = ratios.cumsum(dim=1)
     joint = (running - running.cummax(dim=1).values.clamp(min=0.0)).exp()
 
@@ -34,11 +34,11 @@ def judge_block(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[
     before = torch.cat([joint_of_token.new_ones(1), joint_of_token])[:-1]
     entry_token = torch.from_numpy(draft.token_of_entry).to(device)
     ids = torch.from_numpy(draft.ids).to(device)
-    shared = torch.minimum(
-        before[entry_token] * probs[token_rows[entry_token], ids].double(),
+    common = torch.minimum(
+        before[entry_token] * target.at(token_rows[entry_token], ids),
         torch.from_numpy(draft.probs).to(device),
     )
-    overlap = torch.zeros_like(drawn).index_add_(0, entry_token, shared)
+    overlap = torch.zeros_like(drawn).index_add_(0, entry_token, common)
     mass = (before - overlap).clamp(min=0.0)[1:]
     mass = torch.cat([mass, mass.new_zeros(1)])[: len(drawn)]
     inner = mass / (mass + 1.0 - joint_of_token)
@@ -52,4 +52,4 @@ def judge_block(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[
     num_accepted = torch.cat([accepted.new_zeros(batch.num_blocks, 1), accepted * lengths], dim=1).amax(dim=1)
     # [B]: joint acceptance probability of what is kept; 1 for the empty prefix
     kept = torch.cat([joint.new_ones(batch.num_blocks, 1), joint], dim=1).gather(1, num_accepted[:, None])
-    return num_accepted, draw_decisive(probs, batch, num_accepted, scale=kept[:, 0])
+    return num_accepted, draw_decisive(target, batch, num_accepted, scale=kept[:, 0])

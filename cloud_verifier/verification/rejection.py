@@ -7,7 +7,7 @@ import torch
 
 from cloud_verifier.verification.batch import Batch
 from cloud_verifier.verification.sampling import draw_decisive
-from cloud_verifier.verification.transforms import target_probs
+from cloud_verifier.verification.target_probs import TargetProbs
 from shared.randomness import Purpose
 
 
@@ -33,10 +33,10 @@ def _judge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     device = logits.device
     drawn = batch.need_draft().drawn
-    probs = target_probs(logits, top, batch.params)
+    target = TargetProbs(logits, top, batch.params)
     token_rows = torch.from_numpy(batch.token_rows).to(device)
     # [N]
-    judged = probs[token_rows, torch.from_numpy(batch.tokens).to(device)].double()
+    judged = target.at(token_rows, torch.from_numpy(batch.tokens).to(device))
     if fused_weight is not None:
         weight = fused_weight[batch.block_of_token]
         judged *= torch.from_numpy(1.0 - weight).to(device)
@@ -44,4 +44,4 @@ def _judge(
     # Accept iff u < p / q, written without the division: p = 0 is never accepted, not even at u = 0.
     draws = torch.from_numpy(batch.uniforms(Purpose.ACCEPT)[batch.token_rows] * drawn).to(device)
     num_accepted = batch.padded((draws < judged).long(), 0).cumprod(dim=1).sum(dim=1)
-    return num_accepted, draw_decisive(probs, batch, num_accepted)
+    return num_accepted, draw_decisive(target, batch, num_accepted)

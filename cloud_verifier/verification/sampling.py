@@ -5,25 +5,26 @@ from __future__ import annotations
 import torch
 
 from cloud_verifier.verification.batch import Batch
+from cloud_verifier.verification.target_probs import TargetProbs
 from shared.randomness import Purpose
 
 
 def draw_decisive(
-    probs: torch.Tensor, batch: Batch, num_accepted: torch.Tensor, scale: torch.Tensor | None = None
+    target: TargetProbs, batch: Batch, num_accepted: torch.Tensor, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[B]: drawn from the residual at the first rejected token, or from p after full acceptance.
 
     Args:
-        probs: p, float32 [R, V].
+        target: p of all rows.
         batch: the blocks.
         num_accepted: [B].
         scale: [B], what p is multiplied by before q is taken off; 1 when None.
     """
-    device = probs.device
+    device = num_accepted.device
     draft = batch.need_draft()
     # [B]: the row that judges the first rejected token, or the bonus row
     decisive = torch.from_numpy(batch.starts).to(device) + num_accepted
-    chosen = probs[decisive]
+    chosen = target.whole(decisive)
     entry_row = torch.from_numpy(batch.token_rows[draft.token_of_entry]).to(device)
     entry_block = torch.from_numpy(batch.block_of_token[draft.token_of_entry]).to(device)
     counts = (entry_row == decisive[entry_block]).nonzero()[:, 0]

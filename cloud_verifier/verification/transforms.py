@@ -27,6 +27,14 @@ class RowParams:
     top_p: NDArray[np.float64]  # 1 is off
     min_p: NDArray[np.float32]  # 0 is off
 
+    def truncates(self, vocab_size: int) -> NDArray[np.bool_]:
+        """Which rows lose tokens."""
+        counted = (self.top_k > 0) & (self.top_k < vocab_size)
+        return counted | (self.top_p < 1) | (self.min_p > 0) | (self.temperature < GREEDY_BELOW)
+
+    def take(self, rows: NDArray[np.int64]) -> RowParams:
+        return RowParams(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
 
 def target_probs(logits: torch.Tensor, top: torch.Tensor, params: RowParams) -> torch.Tensor:
     """[num_rows, V] logits and their maxima [num_rows] -> float32 probabilities [num_rows, V].
