@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -99,7 +98,9 @@ DEFAULT_VERIFIER = "127.0.0.1:7070"
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"edge-client {package_version('specwire')}")
+        from edge_client.version import describe
+
+        typer.echo(describe())
         raise typer.Exit
 
 

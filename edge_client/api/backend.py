@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from tokenizers import Tokenizer
 
@@ -18,6 +17,7 @@ from edge_client.draft_model import DraftModel
 from edge_client.generate import Conversation, SessionSettings
 from edge_client.manifest import DraftManifest, read_manifest
 from edge_client.startup import Options, draft_folder, load_model, load_tokenizer, make_verifier
+from edge_client.version import package_version
 from shared.codecs import CODECS
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import Description
@@ -151,10 +151,3 @@ async def open_backend(
             yield backend
         finally:
             await backend.close()
-
-
-def package_version() -> str:
-    try:
-        return version("specwire")
-    except PackageNotFoundError:  # a frozen program without metadata
-        return "unknown"

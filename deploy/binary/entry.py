@@ -1,0 +1,5 @@
+"""What the binary runs."""
+
+from edge_client.cli import main
+
+main()

@@ -1,0 +1,139 @@
+"""The built program in a root that holds nothing but it and the C library."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.binary.build import build, folder_bytes
+
+pytestmark = pytest.mark.slow
+
+_LIBRARIES = re.compile(
+    r"(?:=> )?(/\S+/(?:libc|libm|libdl|librt|libpthread|libutil|libresolv|ld-linux\S*)\.so\S*)"
+)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def root(program: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """No shell, no Python, no /usr: the C library, the program and a draft."""
+    root = tmp_path_factory.mktemp("root")
+    found = subprocess.run(
+        ["ldd", program / "edge-client"], capture_output=True, text=True, check=True
+    ).stdout
+    libraries = set(_LIBRARIES.findall(found)) | set(map(str, _beside_libc(found)))
+    for library in libraries:
+        place = root / library.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(os.path.realpath(library), place)
+    shutil.copytree(program, root / "opt" / "edge-client")
+    shutil.copytree(tiny_draft, root / "draft")
+    (root / "tmp").mkdir()
+    return root
+
+
+def _beside_libc(ldd: str) -> Iterator[Path]:
+    """What the program's own libraries ask of the C library."""
+    libc = Path(re.search(r"=> (/\S+/libc\.so\.6)", ldd)[1])
+    for name in (
+        "libm.so.6",
+        "libdl.so.2",
+        "librt.so.1",
+        "libpthread.so.0",
+        "libutil.so.1",
+        "libresolv.so.2",
+    ):
+        if (libc.parent / name).exists():
+            yield libc.parent / name
+
+
+def inside(root: Path, *arguments: str) -> list[str]:
+    enter = ["chroot"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "chroot"]
+    return [*enter, str(root), "/opt/edge-client/edge-client", *arguments]
+
+
+def run_inside(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {"HOME": "/tmp", "LANG": "C.UTF-8"}
+    return subprocess.run(
+        inside(root, *arguments), capture_output=True, text=True, env=_path(environment), check=False
+    )
+
+
+def _path(environment: dict[str, str]) -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], **environment}
+
+
+def asked(address: str, draft: str) -> list[str]:
+    options = ["--verifier", address, "--insecure", "--draft", draft, "--max-tokens", "24", "--json"]
+    return ["run", "Hello", "--temperature", "1", "--seed", "5", "--threads", "1", *options]
+
+
+def test_version_names_the_commit(root: Path) -> None:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
+    said = run_inside(root, "--version")
+    assert said.returncode == 0, said.stderr
+    assert (commit.strip()[:12] or "unknown") in said.stdout
+    assert re.search(r"edge-client \d+\.\d+\.\d+ \(commit ", said.stdout)
+
+
+def test_help(root: Path) -> None:
+    said = run_inside(root, "--help")
+    assert said.returncode == 0
+    for command in ("run", "chat", "serve", "doctor"):
+        assert command in said.stdout
+
+
+def test_it_writes_what_the_package_writes(root: Path, tiny_draft: Path, verifier_process: str) -> None:
+    ours = run_inside(root, *asked(verifier_process, "/draft"))
+    assert ours.returncode == 0, ours.stderr
+    command = [sys.executable, "-c", "from edge_client.cli import main; main()"]
+    theirs = subprocess.run(
+        [*command, *asked(verifier_process, str(tiny_draft))], capture_output=True, text=True, check=True
+    )
+    assert json.loads(ours.stdout)["text"] == json.loads(theirs.stdout)["text"]
+
+
+def test_it_serves(root: Path, verifier_process: str) -> None:
+    """The endpoint and the page: everything that is imported late is there."""
+    options = ["--verifier", verifier_process, "--insecure", "--draft", "/draft", "--port", "0"]
+    with subprocess.Popen(
+        inside(root, "serve", *options), stdout=subprocess.PIPE, text=True, env=_path({"HOME": "/tmp"})
+    ) as server:
+        try:
+            url = re.search(r"http://\S+", server.stdout.readline())[0]
+            page = httpx.get(url)
+            assert "Specwire" in page.text
+            assert httpx.get(f"{url}/app.js").status_code == 200
+            body = {"model": "tiny", "prompt": "abc", "max_tokens": 5}
+            reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert reply.json()["usage"]["completion_tokens"] == 5
+        finally:
+            server.terminate()
+
+
+def test_a_wrong_address_is_said_and_not_a_traceback(root: Path) -> None:
+    said = run_inside(root, *asked("127.0.0.1:9", "/draft"))
+    assert said.returncode == 3
+    assert "Nothing answers" in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+def test_it_holds_the_client_alone(program: Path) -> None:
+    names = {path.name.lower() for path in program.rglob("*")}
+    for foreign in ("torch", "transformers", "cloud_verifier", "pytest", "scipy", "onnx"):
+        assert foreign not in names
+    assert folder_bytes(program) < 200e6
