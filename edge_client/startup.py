@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class Client:
 
 
 def draft_folder(draft: str) -> Path:
-    """The folder of --draft; 'builtin' and 'builtin:int4' are in the cache.
+    """The folder of --draft; 'builtin' and 'builtin:int4' are in the cache, or beside a built program.
 
     Raises:
         SpecwireError: BAD_REQUEST when the built-in draft is not there yet.
@@ -110,6 +111,9 @@ def draft_folder(draft: str) -> Path:
     name, _, precision = draft.partition(":")
     if name != "builtin":
         return Path(draft).expanduser()
+    beside = Path(sys.executable).with_name("draft")  # where `make edge-bundle` puts it
+    if getattr(sys, "frozen", False) and not precision and beside.is_dir():
+        return beside
     folder = cache_dir() / "models" / f"{BUILTIN_NAME}-draft-{precision or BUILTIN_PRECISION}"
     if not folder.is_dir():
         raise SpecwireError(

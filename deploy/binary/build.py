@@ -32,8 +32,6 @@ def build_info() -> dict[str, str]:
         "version": version("specwire"),
         "commit": _git("rev-parse", "HEAD") + ("-changed" if _git("status", "--porcelain", "-uno") else ""),
         "built": time.strftime("%Y-%m-%d", time.gmtime(seconds)),
-            "%Y-%m-%d", time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH", time.time())))
-        ),
         "platform": f"{platform.system().lower()}-{platform.machine()}",
         "libc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,9 +17,7 @@ from deploy.binary.build import build, folder_bytes
 
 pytestmark = pytest.mark.slow
 
-_LIBRARIES = re.compile(
-    r"(?:=> )?(/\S+/(?:libc|libm|libdl|librt|libpthread|libutil|libresolv|ld-linux\S*)\.so\S*)"
-)
+_C_LIBRARY = ("libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0", "libutil.so.1")
 
 
 @pytest.fixture(scope="module")
@@ -32,33 +29,19 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(program: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """No shell, no Python, no /usr: the C library, the program and a draft."""
     root = tmp_path_factory.mktemp("root")
-    found = subprocess.run(
+    listed = subprocess.run(
         ["ldd", program / "edge-client"], capture_output=True, text=True, check=True
     ).stdout
-    libraries = set(_LIBRARIES.findall(found)) | set(map(str, _beside_libc(found)))
-    for library in libraries:
-        place = root / library.lstrip("/")
+    libc = Path(re.search(r"=> (/\S+/libc\.so\.6)", listed)[1])
+    loader = Path(re.search(r"^\s*(/\S+/ld-\S+)", listed, re.MULTILINE)[1])
+    for library in (loader, *(libc.with_name(name) for name in (*_C_LIBRARY, "libresolv.so.2"))):
+        place = root / library.relative_to("/")
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(os.path.realpath(library), place)
+        shutil.copy(library.resolve(), place)
     shutil.copytree(program, root / "opt" / "edge-client")
     shutil.copytree(tiny_draft, root / "draft")
     (root / "tmp").mkdir()
     return root
-
-
-def _beside_libc(ldd: str) -> Iterator[Path]:
-    """What the program's own libraries ask of the C library."""
-    libc = Path(re.search(r"=> (/\S+/libc\.so\.6)", ldd)[1])
-    for name in (
-        "libm.so.6",
-        "libdl.so.2",
-        "librt.so.1",
-        "libpthread.so.0",
-        "libutil.so.1",
-        "libresolv.so.2",
-    ):
-        if (libc.parent / name).exists():
-            yield libc.parent / name
 
 
 def inside(root: Path, *arguments: str) -> list[str]:
