@@ -175,7 +175,11 @@ class GrpcStream:
     async def write(self, message: ClientMessage) -> int:
         """Sends one message and returns its bytes, framing included."""
         proto = wire.client_message_to_proto(message)
-        await _in_words(self._call.write(proto), self._address, self._tls)
+        try:
+            await self._call.write(proto)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            # What a failed write says is about gRPC's insides; the call's status is about the connection.
+            raise await self._why_it_ended() from None
         return framed_bytes(proto.ByteSize())
 
     async def read(self) -> tuple[wire.ServerMessage, int]:
@@ -186,13 +190,16 @@ class GrpcStream:
         """
         proto = await _in_words(self._call.read(), self._address, self._tls)
         if not isinstance(proto, pb.ServerMessage):  # grpc.aio.EOF
-            code, details = await self._call.code(), await self._call.details()
-            if code is not grpc.StatusCode.OK:
-                raise _explain(code, details or "", self._address, self._tls)
-            raise DisconnectedError(
-                FaultKind.UNAVAILABLE, f"The verifier at {self._address} ended the session.", "Try again."
-            )
+            raise await self._why_it_ended()
         return wire.server_message_from_proto(proto), framed_bytes(proto.ByteSize())
+
+    async def _why_it_ended(self) -> SpecwireError:
+        code, details = await self._call.code(), await self._call.details()
+        if code is not grpc.StatusCode.OK:
+            return _explain(code, details or "", self._address, self._tls)
+        return DisconnectedError(
+            FaultKind.UNAVAILABLE, f"The verifier at {self._address} ended the session.", "Try again."
+        )
 
     async def close(self, timeout_s: float) -> None:
         """Ends the session on the verifier, or at least the stream."""

@@ -283,14 +283,18 @@ class RemoteSession:
 
     async def _dial(self) -> None:
         """First connection: every address once, so that a person hears within seconds that none answers."""
-        for turn in range(len(self._verifier.addresses)):
+        num_addresses = len(self._verifier.addresses)
+        for turn in range(num_addresses + 1):
+            stream: GrpcStream | None = None
             try:
                 stream = await self._verifier.connect(self.address, self._key)
                 self.traffic.up_bytes += await stream.write(self._request)
             except DisconnectedError:
-                if turn == len(self._verifier.addresses) - 1:
+                if turn >= num_addresses - (stream is None):
                     raise
-                self._next_address()
+                # A connection from earlier may have died unnoticed; a new one gets another chance there.
+                if stream is None or turn:
+                    self._next_address()
                 continue
             self._stream = stream
             return
@@ -311,7 +315,9 @@ class RemoteSession:
                 if attempt >= len(self._verifier.addresses) - 1:
                     delay = max(delay, cause.retry_after_ms / 1e3)
                 never_opened = not was_open and cause.kind is FaultKind.UNAVAILABLE
-                if time.monotonic() + delay > deadline or (never_opened and attempt):
+                if time.monotonic() + delay > deadline or (
+                    never_opened and attempt >= len(self._verifier.addresses)
+                ):
                     raise cause
                 if attempt == len(self._verifier.addresses):
                     self._verifier.notify(f"{cause.text} Trying again for up to {patience:g} s.")

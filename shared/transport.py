@@ -45,7 +45,9 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str
         # Reconnecting is decided by the session, which knows what must be replayed; gRPC's own
         # back-off of up to two minutes would only hide that the verifier is back.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Despite its name, how long one attempt may take: a satellite link needs more than a second for
+        # TCP and TLS. `edge_client.connection` has its own, shorter patience.
+        ("grpc.min_reconnect_backoff_ms", 20_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 0),
     ]

@@ -85,6 +85,7 @@ class Relay:
     def __init__(self, target: str) -> None:
         self.address = ""
         self.refusing = False
+        self.refuse_after_cut = False
         self.up_bytes = 0
         self.down_bytes = 0
         self._target = target
@@ -140,10 +141,11 @@ class Relay:
                 else:
                     self.down_bytes += len(data)
                 if self._cut_after is not None:
-                    data, self._cut_after = data[: self._cut_after], self._cut_after - len(data)
+                    data, self._cut_after = data[: max(self._cut_after, 0)], self._cut_after - len(data)
                 writer.write(data)
                 await writer.drain()
                 if self._cut_after is not None and self._cut_after <= 0:
                     self._cut_after = None
+                    self.refusing = self.refuse_after_cut
                     self.cut()
         writer.transport.abort()
