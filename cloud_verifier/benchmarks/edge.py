@@ -33,7 +33,7 @@ class TimedAnswer:
 class BenchEdge:
     """Drafts for one verifier at `address`. Every answer is a session of its own.
 
-    `eos_ids` are empty, so that every answer has exactly the length asked for.
+    Unless `eos_ids` are given, every answer has exactly the length asked for.
     """
 
     def __init__(self, draft: Path, address: str, *, threads: int = 0) -> None:
@@ -59,9 +59,10 @@ class BenchEdge:
         codec: str = "lattice",
         verification: str = "token",
         drafting: bool = True,
+        eos_ids: tuple[int, ...] = (),
     ) -> TimedAnswer:
         settings = SessionSettings(
-            self.model.manifest.tokenizer, (), codec=codec, verification=verification, client="bench"
+            self.model.manifest.tokenizer, eos_ids, codec=codec, verification=verification, client="bench"
         )
         description = await self._verifier.describe()
         emissions: list[Emission] = []
