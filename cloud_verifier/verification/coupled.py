@@ -13,7 +13,8 @@ import torch
 
 from cloud_verifier.verification.batch import Batch
 from cloud_verifier.verification.greedy import keep_matching
-from cloud_verifier.verification.transforms import target_weights
+from cloud_verifier.verification.target_probs import TargetProbs
+from cloud_verifier.verification.transforms import SparseRows
 from shared.randomness import COUPLED_BLOCK, Purpose, philox
 
 _LOW_32 = 0xFFFFFFFF
@@ -22,13 +23,31 @@ _EXCESS = 1 << 8
 
 def judge_coupled(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """(num_accepted [B], recovered or bonus token [B]); see `Rule`."""
-    seeds, positions = batch.coupled_keys
+    host_seeds, host_positions = batch.coupled_keys
     device = logits.device
-    weights = target_weights(logits, top, batch.params)
-    choice = _smallest_ratio(
-        weights, torch.from_numpy(seeds).to(device), torch.from_numpy(positions).to(device)
-    )
+    seeds, positions = torch.from_numpy(host_seeds).to(device), torch.from_numpy(host_positions).to(device)
+    target = TargetProbs(logits, top, batch.params, normalise=False)
+    choice = torch.zeros(len(logits), dtype=torch.int64, device=device)
+    if len(target.plain):
+        rows = torch.from_numpy(target.plain).to(device)
+        choice[rows] = _smallest_ratio(target.weights(rows), seeds[rows], positions[rows])
+    if target.sparse is not None:
+        _choose_sparse(choice, target.sparse, seeds, positions)
     return keep_matching(choice, batch)
+
+
+def _choose_sparse(
+    choice: torch.Tensor, sparse: SparseRows, seeds: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Sets `choice` of truncated rows: the id with the smallest noise / p."""
+    row, ids = sparse.rows, sparse.ids
+    smallest, place = _block_noise(seeds[row], positions[row], ids // COUPLED_BLOCK)
+    excess = _excess_noise(seeds[row], positions[row], ids)
+    noise = smallest + torch.where(ids % COUPLED_BLOCK == place, 0.0, excess)
+    ratio = noise / sparse.probs.double()
+    best = torch.full_like(choice, torch.inf, dtype=torch.float64).scatter_reduce_(0, row, ratio, "amin")
+    wins = ratio == best[row]
+    choice[row[wins]] = ids[wins]
 
 
 def _smallest_ratio(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

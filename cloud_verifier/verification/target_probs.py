@@ -1,8 +1,8 @@
 """The target's distribution of every row of a pass, computed as far as a rule looks at it.
 
-A rule looks at a few tokens of every row and at one whole row a session. So rows without top-k,
-top-p and min-p are never written out: one sweep in pieces that fit the processor's cache finds each
-row's normaliser, and single probabilities follow from the logits. Only truncated rows are kept whole.
+A rule looks at a few tokens of every row and at one whole row a session. So no row is written out
+whole until then: of a plain row only the normaliser is found, and single probabilities follow from
+the logits; of a truncated row only the tokens that are left are kept.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cloud_verifier.verification.transforms import RowParams, target_probs
+from cloud_verifier.verification.transforms import RowParams, SparseRows, row_masses, truncated_probs
 
-_PIECE_ELEMENTS = 1 << 21  # float32: 8 MB
+_PIECE_ELEMENTS = 1 << 19
 
 
 class TargetProbs:
@@ -22,65 +22,74 @@ class TargetProbs:
         logits: [R, V] in any float type.
         top: [R], their maxima.
         params: of every row.
+        normalise: False when only `weights` of plain rows are wanted.
+
+    Attributes:
+        plain: int64 host array, the rows without truncation.
+        sparse: the others, with `rows` of the pass; None when there are none.
     """
 
-    def __init__(self, logits: torch.Tensor, top: torch.Tensor, params: RowParams) -> None:
+    def __init__(
+        self, logits: torch.Tensor, top: torch.Tensor, params: RowParams, *, normalise: bool = True
+    ) -> None:
         truncated = params.truncates(logits.shape[1])
         device = logits.device
         self._logits, self._top = logits, top.float()
-        self._scale = torch.from_numpy(np.where(truncated, 1, params.temperature)).to(device)
-        self._places: torch.Tensor | None = None
+        self._temperature = torch.from_numpy(np.where(truncated, np.float32(1), params.temperature)).to(
+            device
+        )
+        self._truncated = torch.from_numpy(truncated).to(device)
+        self.plain = np.flatnonzero(~truncated)
+        self.sparse: SparseRows | None = None
         if truncated.any():
             rows = np.flatnonzero(truncated)
             index = torch.from_numpy(rows).to(device)
-            # [num truncated, V], and where each row of the pass stands in it, -1 for the others
-            self._whole = target_probs(logits[index], top[index], params.take(rows))
-            self._places = torch.full((len(logits),), -1, device=device).index_copy_(
-                0, index, torch.arange(len(rows), device=device)
-            )
-        self._mass = None if truncated.all() else _masses(logits, self._top, self._scale)
+            found = truncated_probs(logits[index], self._top[index], params.take(rows))
+            self.sparse = SparseRows(index[found.rows], found.ids, found.probs)
+            self._keys = self.sparse.rows * logits.shape[1] + self.sparse.ids
+        self._mass = torch.ones_like(self._top)
+        if not normalise:
+            return
+        if len(self.plain) == len(logits):
+            self._mass = row_masses(logits, self._top, self._temperature)
+        elif len(self.plain):
+            index = torch.from_numpy(self.plain).to(device)
+            self._mass[index] = row_masses(logits[index], self._top[index], self._temperature[index])
 
     def at(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """float64 [n]: p of token ids[i] in row rows[i]."""
-        if self._mass is None:
-            return self._whole[self._place(rows), ids].double()
-        weights = (self._logits[rows, ids].float() - self._top[rows]).div_(self._scale[rows]).exp_()
+        weights = (self._logits[rows, ids].float() - self._top[rows]).div_(self._temperature[rows]).exp_()
         probs = weights.double() / self._mass[rows].double()
-        if self._places is None:
+        if self.sparse is None:
             return probs
-        place = self._places[rows]
-        return torch.where(place >= 0, self._whole[place.clamp(min=0), ids].double(), probs)
+        keys = rows * self._logits.shape[1] + ids
+        place = torch.searchsorted(self._keys, keys).clamp(max=max(len(self._keys) - 1, 0))
+        if not len(self._keys):
+            return torch.where(self._truncated[rows], 0.0, probs)
+        held = torch.where(self._keys[place] == keys, self.sparse.probs[place].double(), 0.0)
+        return torch.where(self._truncated[rows], held, probs)
 
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [n, V]: a copy of whole rows."""
-        if self._mass is None:
-            return self._whole[self._place(rows)]
-        probs = self._logits[rows].float().sub_(self._top[rows, None]).div_(self._scale[rows, None]).exp_()
-        probs /= self._mass[rows, None]
-        if self._places is None:
-            return probs
-        place = self._places[rows, None]
-        return torch.where(place >= 0, self._whole[place[:, 0].clamp(min=0)], probs)
+        """float32 [n, V]: distinct rows in full."""
+        if self.sparse is not None and not len(self.plain):
+            probs = torch.zeros((len(rows), self._logits.shape[1]), device=rows.device)
+        else:
+            probs = self.weights(rows)
+            probs /= self._mass[rows, None]
+            if self.sparse is not None:
+                probs.masked_fill_(self._truncated[rows, None], 0.0)
+        if self.sparse is not None:
+            place = torch.full_like(self._top, -1, dtype=torch.int64)
+            place[rows] = torch.arange(len(rows), device=rows.device)
+            of_entry = place[self.sparse.rows]
+            wanted = (of_entry >= 0).nonzero()[:, 0]
+            probs[of_entry[wanted], self.sparse.ids[wanted]] = self.sparse.probs[wanted]
+        return probs
 
-    def _place(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self._places is None else self._places[rows]
-
-
-def _masses(logits: torch.Tensor, top: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """float32 [R]: sum of exp((logits - top) / scale) of each row."""
-    num_rows, vocab_size = logits.shape
-    step = max(1, _PIECE_ELEMENTS // vocab_size) if logits.device.type == "cpu" else num_rows
-    buffer = torch.empty((min(step, num_rows), vocab_size), device=logits.device)
-    mass = torch.empty(num_rows, device=logits.device)
-    plain = bool((scale == 1).all()) if logits.device.type == "cpu" else False
-    for start in range(0, num_rows, step):
-        part = slice(start, min(start + step, num_rows))
-        piece = buffer[: part.stop - start]
-        torch.sub(logits[part], top[part, None], out=piece)
-        if not plain:
-            piece.div_(scale[part, None])
-        torch.sum(piece.exp_(), dim=1, out=mass[part])
-    return mass
+    def weights(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [n, V]: plain rows relative to their likeliest token."""
+        shifted = self._logits[rows].float() - self._top[rows, None]
+        return shifted.div_(self._temperature[rows, None]).exp_()
 
 
 def row_choice(logits: torch.Tensor) -> torch.Tensor:

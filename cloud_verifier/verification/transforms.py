@@ -1,7 +1,9 @@
-"""The torch twins of `shared.sampling`: logits of many rows -> the target's probabilities.
+"""The torch twins of `shared.sampling`: which tokens of a row top-k, top-p and min-p leave, and their p.
 
 Everything is float32 whatever type the target runs in, with sums in float64 where they decide what
-is kept. Equal values are kept from the lowest id on, as in NumPy.
+is kept. Equal values are kept from the lowest id on, as in NumPy. Rows are never sorted whole: a
+lower bound on what can be kept comes from the maxima of groups of ids, and only the few tokens above
+it are ranked.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from numpy.typing import NDArray
 
 from shared.sampling import GREEDY_BELOW
 
-# Most nuclei have fewer tokens than this; a row whose nucleus is larger is sorted whole.
-_HEAD = 1024
+_GROUP = 32  # ids whose maximum stands for them
+_NUCLEUS = 64  # groups that are looked into first for a nucleus of unknown size
+_PIECE_ELEMENTS = 1 << 21  # float32: 8 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,75 +36,137 @@ class RowParams:
         return counted | (self.top_p < 1) | (self.min_p > 0) | (self.temperature < GREEDY_BELOW)
 
     def take(self, rows: NDArray[np.int64]) -> RowParams:
-        return RowParams(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+        """The parameters of some rows; greedy ones as the likeliest token alone."""
+        cold = self.temperature[rows] < GREEDY_BELOW
+        return RowParams(
+            np.where(cold, np.float32(1), self.temperature[rows]),
+            np.where(cold, 1, self.top_k[rows]),
+            np.where(cold, 1.0, self.top_p[rows]),
+            np.where(cold, np.float32(0), self.min_p[rows]),
+        )
 
 
-def target_probs(logits: torch.Tensor, top: torch.Tensor, params: RowParams) -> torch.Tensor:
-    """[num_rows, V] logits and their maxima [num_rows] -> float32 probabilities [num_rows, V].
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """p of truncated rows in COO form, ascending by row and id."""
 
-    A row whose maximum is not finite comes out as NaN; the caller faults it.
+    rows: torch.Tensor  # int64 [nnz]
+    ids: torch.Tensor  # int64 [nnz]
+    probs: torch.Tensor  # float32 [nnz]
+
+
+def row_masses(logits: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """float32 [R]: sum of exp((logits - top) / temperature) of each row of [R, V].
+
+    On a CPU in pieces that its cache holds.
     """
-    weights = target_weights(logits, top, params)
-    weights /= weights.sum(dim=1, keepdim=True)
-    return weights
+    num_rows, vocab_size = logits.shape
+    step = max(1, _PIECE_ELEMENTS // vocab_size) if logits.device.type == "cpu" else max(num_rows, 1)
+    buffer = torch.empty((min(step, num_rows), vocab_size), device=logits.device)
+    mass = torch.empty(num_rows, device=logits.device)
+    for start in range(0, num_rows, step):
+        part = slice(start, min(start + step, num_rows))
+        piece = buffer[: part.stop - start]
+        torch.sub(logits[part], top[part, None], out=piece)
+        piece.div_(temperature[part, None])
+        torch.sum(piece.exp_(), dim=1, out=mass[part])
+    return mass
 
 
-def target_weights(logits: torch.Tensor, top: torch.Tensor, params: RowParams) -> torch.Tensor:
-    """Probabilities relative to the likeliest token's, float32 [num_rows, V]; see `target_probs`."""
+def truncated_probs(logits: torch.Tensor, top: torch.Tensor, params: RowParams) -> SparseRows:
+    """[n, V] logits and their maxima [n] -> what top-k, top-p and min-p leave of each row.
+
+    `params` are those of `RowParams.take`. A row whose maximum is not finite has no meaning here; the
+    caller faults it.
+    """
     device = logits.device
-    cold = params.temperature < GREEDY_BELOW
-    temperature = torch.from_numpy(np.where(cold, np.float32(1), params.temperature)).to(device)
-    weights = logits.float() - top.float()[:, None]
-    weights.div_(temperature[:, None]).exp_()
-    _truncate_(weights, params)
-    if cold.any():
-        rows = torch.from_numpy(np.flatnonzero(cold)).to(device)
-        best = logits[rows].argmax(dim=1)
-        weights[rows] = 0.0
-        weights[rows, best] = 1.0
-    return weights
-
-
-def _truncate_(weights: torch.Tensor, params: RowParams) -> None:
-    """Zero what top-k, top-p and min-p drop, in place; the largest weight of each row is 1."""
-    vocab_size = weights.shape[1]
+    vocab_size = logits.shape[1]
+    temperature = torch.from_numpy(params.temperature).to(device)
     counted = (params.top_k > 0) & (params.top_k < vocab_size)
-    rows = np.flatnonzero(counted | (params.top_p < 1))
-    if len(rows):
-        index = torch.from_numpy(rows).to(weights.device)
-        limits = np.where(counted, params.top_k, vocab_size)[rows]
-        weights[index] = _keep_head(weights[index], limits, params.top_p[rows])
-    if (params.min_p > 0).any():
-        floor = torch.from_numpy(params.min_p).to(weights.device)
-        weights.masked_fill_(weights < floor[:, None], 0.0)
-
-
-def _keep_head(weights: torch.Tensor, limits: NDArray[np.int64], top_p: NDArray[np.float64]) -> torch.Tensor:
-    """Weights [n, V] without those beyond each row's `limits` largest or beyond its nucleus."""
-    vocab_size = weights.shape[1]
-    limit = torch.from_numpy(limits).to(weights.device)[:, None]
-    mass = torch.from_numpy(top_p).to(weights.device)[:, None]
-    unlimited = bool((limits == vocab_size).any())
-    width = min(vocab_size, max(_HEAD if unlimited else 0, int(limits[limits < vocab_size].max(initial=1))))
-    # [n, 1]: what the nucleus is a share of, where no top-k comes before it
-    everything = weights.sum(dim=1, keepdim=True, dtype=torch.float64)
+    nuclear = ~counted & (params.top_p < 1)
+    mass = torch.zeros(len(logits), dtype=torch.float64, device=device)
+    if nuclear.any():
+        rows = torch.from_numpy(np.flatnonzero(nuclear)).to(device)
+        mass[rows] = row_masses(logits[rows], top[rows], temperature[rows]).double()
+    num_groups = _NUCLEUS
     while True:
-        # [n, width], descending
-        head = weights.topk(width, dim=1).values.double()
-        head.masked_fill_(torch.arange(width, device=weights.device) >= limit, 0.0)
-        wanted = mass * torch.where(limit < vocab_size, head.sum(dim=1, keepdim=True), everything)
-        running = head.cumsum(dim=1)
-        if (
-            width == vocab_size
-            or not unlimited
-            or bool(((running[:, -1:] >= wanted) | (limit <= width)).all())
-        ):
+        bound = _bounds(logits, top, params, counted, nuclear, num_groups)
+        rows, ids = (logits >= bound[:, None]).nonzero(as_tuple=True)
+        kept, weights, enough = _rank(logits, top, temperature, rows, ids, params, counted, mass)
+        if not nuclear.any() or num_groups >= vocab_size or bool(enough.all()):
             break
-        width = vocab_size
-    count = ((running - head) < wanted).sum(dim=1, keepdim=True)
-    count = torch.where(mass < 1, count.clamp_(min=1), limit).minimum(limit)
-    threshold = head.gather(1, (count - 1).clamp_(max=width - 1)).to(weights.dtype)
-    above = weights > threshold
-    equal = weights == threshold
-    among_first = equal.cumsum(dim=1) <= count - above.sum(dim=1, keepdim=True)
-    return weights.masked_fill(~(above | (equal & among_first)), 0.0)
+        num_groups *= 16
+    rows, ids, weights = rows[kept], ids[kept], weights[kept]
+    totals = torch.zeros_like(mass).index_add_(0, rows, weights.double())
+    return SparseRows(rows, ids, (weights / totals[rows]).float())
+
+
+def _bounds(
+    logits: torch.Tensor,
+    top: torch.Tensor,
+    params: RowParams,
+    counted: NDArray[np.bool_],
+    nuclear: NDArray[np.bool_],
+    num_groups: int,
+) -> torch.Tensor:
+    """[n]: logits below it are certainly dropped (or, for a nucleus, not looked at yet)."""
+    device = logits.device
+    bound = torch.full_like(top, -torch.inf)
+    alone = ~counted & ~nuclear
+    if alone.any():
+        # Only min-p: a little lower than its floor, which is applied exactly to the weights.
+        with np.errstate(divide="ignore"):
+            floor = params.temperature * np.log(params.min_p) * np.float32(1.001) - np.float32(0.01)
+        bound = torch.where(
+            torch.from_numpy(alone).to(device), top + torch.from_numpy(floor).to(device), bound
+        )
+    wanted = np.where(counted, params.top_k, np.where(nuclear, num_groups, 0))
+    size = logits.shape[1] // _GROUP
+    possible = (wanted > 0) & (wanted <= size)
+    if possible.any():
+        # The k-th largest of these maxima is no larger than the k-th largest logit.
+        maxima = logits[:, : size * _GROUP].view(-1, _GROUP, size).amax(dim=1)
+        largest = maxima.topk(int(wanted[possible].max()), dim=1).values
+        place = torch.from_numpy(np.where(possible, wanted - 1, 0)).to(device)
+        found = largest.gather(1, place[:, None])[:, 0].float()
+        bound = torch.where(torch.from_numpy(possible).to(device), found, bound)
+    return bound
+
+
+def _rank(
+    logits: torch.Tensor,
+    top: torch.Tensor,
+    temperature: torch.Tensor,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    params: RowParams,
+    counted: NDArray[np.bool_],
+    mass: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the candidates (rows, ids) [m]: which are kept, their weights, and [n] whether they sufficed."""
+    device = logits.device
+    values = logits[rows, ids].float()
+    # Descending within each row, lowest id first among equals: two stable sorts.
+    order = values.argsort(descending=True, stable=True)
+    order = order[rows[order].argsort(stable=True)]
+    row = rows[order]
+    weights = ((values[order] - top[row]) / temperature[row]).exp_()
+    starts = torch.searchsorted(row, torch.arange(len(logits), device=device))
+    rank = torch.arange(len(row), device=device) - starts[row]
+    limit = np.where(counted, params.top_k, logits.shape[1])
+    within = rank < torch.from_numpy(limit).to(device)[row]
+
+    wide = torch.where(within, weights, 0.0).double()
+    held = torch.zeros_like(mass).index_add_(0, row, wide)
+    total = torch.where(torch.from_numpy(counted).to(device), held, mass)
+    running = wide.cumsum(0)
+    before = running - wide
+    before -= before[starts.clamp(max=max(len(row) - 1, 0))][row] if len(row) else 0.0
+    top_p = torch.from_numpy(params.top_p).to(device)
+    inside = (before < (top_p * total)[row]) | (top_p[row] >= 1) | (rank == 0)
+    kept = within & inside & (weights >= torch.from_numpy(params.min_p).to(device)[row])
+    enough = held >= top_p * total
+
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=device)
+    return kept[back], weights[back], enough
