@@ -8,7 +8,7 @@ import torch
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Bytes that may still be taken on `device`; on a CPU, the smaller of the machine's and the control group's."""
+    """Bytes that may still be taken on `device`; on a CPU, what the machine and the control group leave."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_machine_free(Path("/proc/meminfo")), _cgroup_free(Path("/sys/fs/cgroup")))

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from cloud_verifier.attention import FlexFunction, attend, unsupported
 from cloud_verifier.host import free_memory_bytes, has_bfloat16_arithmetic
@@ -22,6 +21,7 @@ from cloud_verifier.native_linear import load_kernel, pack_linears
 from cloud_verifier.pass_layout import PassSpec, Segment, prepare
 from shared.config import cache_dir
 from shared.faults import FaultKind, SpecwireError
+from shared.vocabulary import tokenizer_identity
 
 __all__ = ["Segment", "TargetModel"]
 
@@ -89,7 +89,7 @@ class TargetModel:
         self.max_context = max_context
         self.device: torch.device = pool.keys[0].device
         self.dtype: torch.dtype = pool.keys[0].dtype
-        self.vocab_size = _tokenizer_size(tokenizer_json)
+        self.vocab_size = tokenizer_identity(tokenizer_json).size
         self.eos_ids = _as_ids(getattr(model.generation_config, "eos_token_id", None) or config.eos_token_id)
         self.bos_id: int | None = config.bos_token_id
         self._spec = PassSpec(
@@ -273,10 +273,6 @@ def _layer_shapes(config: Any) -> list[LayerShape]:
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return [LayerShape(num_kv_heads, dim, dim)] * config.num_hidden_layers
-
-
-def _tokenizer_size(tokenizer_json: str) -> int:
-    return 1 + max(Tokenizer.from_str(tokenizer_json).get_vocab(with_added_tokens=True).values())
 
 
 def _tokenizer_json(name_or_path: str, tokenizer: Any) -> str:
