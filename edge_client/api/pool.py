@@ -30,15 +30,26 @@ class Context:
 
     Args:
         logprobs: what its session was opened with; a session cannot change it.
+        tokens: what the draft context has read of, the last prompt and its answer.
+        prompt_len: how many of them were the prompt.
         text: of the whole session, None when it is not known or there is no session.
     """
 
     conversation: Conversation
     logprobs: int
     tokens: tuple[int, ...] = ()
+    prompt_len: int = 0
     text: str | None = None
     busy: bool = False
     last_used: int = 0
+
+    def common(self, prompt: Prompt) -> int:
+        """Tokens that need not be read again; 0 where another conversation would lose more by it."""
+        common = _common(self.tokens, prompt.tokens)
+        if self.conversation.committed:
+            # It waits for its next turn, unless this is its last prompt once more.
+            return common if common >= self.prompt_len else 0
+        return common if 2 * common > len(self.tokens) else 0
 
     def continued(self, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...] | None:
         """The prompt's tokens if it only adds to this session, else None.
@@ -60,7 +71,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A context for one answer. `num_reused` tokens of the prompt were known to both sides."""
+    """A context for one answer, whose draft has read `num_reused` tokens of the prompt already."""
 
     context: Context
     tokens: tuple[int, ...]
@@ -111,7 +122,8 @@ class Pool:
                 yield Lease(context, tokens, num_reused)
             finally:
                 context.busy = False
-                context.tokens = context.conversation.committed or context.tokens
+                context.tokens = context.conversation.committed or tokens
+                context.prompt_len = len(tokens)
         finally:
             self._free.release()
 
@@ -136,7 +148,7 @@ class Pool:
             self._num_waiting -= 1
 
     def _choose(self, prompt: Prompt, logprobs: int) -> tuple[Context, tuple[int, ...], int]:
-        """A session to continue, else the same text again, else an unused context, else the oldest."""
+        """A session to continue, else much of the same text, else an unused context, else the oldest."""
         idle = [context for context in self._contexts if not context.busy]
         fitting = [context for context in idle if context.logprobs == logprobs]
         best: tuple[Context, tuple[int, ...], int] | None = None
@@ -147,11 +159,9 @@ class Pool:
                 best = (context, tokens, held)
         if best is not None:
             return best
-        for context in fitting:
-            common = _common(context.tokens, prompt.tokens)
-            # Most of it the same: an answer is asked for again, or the last message was changed.
-            if 2 * common > max(len(context.tokens), len(prompt.tokens)):
-                return context, prompt.tokens, 0
+        near = max(fitting, key=lambda context: context.common(prompt), default=None)
+        if near is not None and (common := near.common(prompt)):
+            return near, prompt.tokens, min(common, len(prompt.tokens) - 1)
         if len(self._contexts) >= self._size:
             self._replace(min(idle, key=lambda context: context.last_used))
         context = Context(self._make(logprobs), logprobs)

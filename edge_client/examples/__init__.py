@@ -1,0 +1,1 @@
+"""Programs that a reader can run against `edge-client serve`."""
