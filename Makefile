@@ -9,7 +9,7 @@ STUBS := shared/pb/specwire/v1
 BENCH = $(PY) -m cloud_verifier.benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all system lint format proto proto-check bench-loopback experiment-basic clean
+.PHONY: help demo test test-all system lint format proto proto-check bench-loopback bench-logits experiment-basic clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -51,6 +51,9 @@ proto-check: proto  ## fail when the committed stubs are stale
 
 bench-loopback: $(READY)  ## both sides on this machine -> bench-results/loopback.json
 	$(BENCH).loopback $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/loopback.json
+
+bench-logits: $(READY)  ## codecs and verifications on recorded distributions -> bench-results/logits.json
+	$(BENCH).logits $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/logits.json
 
 experiment-basic: $(READY)  ## autoregressive against speculative: time, acceptance, perplexity, KS test
 	$(BENCH).basic $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/experiment-basic.json
