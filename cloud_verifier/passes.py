@@ -25,6 +25,7 @@ from cloud_verifier.target_model import Segment
 from cloud_verifier.verification import VERIFICATIONS, BlockInput, BlockOutcome, judge
 from shared.codecs.base import Distributions
 from shared.faults import FaultKind, SpecwireError
+from shared.history import needs_history
 from shared.messages import DraftBlock, Timing, Tokens, Verdict
 
 log = logging.getLogger(__name__)
@@ -301,6 +302,9 @@ def _block_input(work: Work) -> BlockInput:
         base_len=len(session.committed),
         more=isinstance(message, DraftBlock) and message.more and len(work.drafted) == len(message.tokens),
         logprobs=session.request.logprobs,
+        context=session.committed if needs_history(session.sampling) else (),
+        prompt_len=session.answer_start,
+        eos_ids=session.request.eos_ids,
     )
 
 
