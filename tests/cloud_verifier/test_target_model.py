@@ -11,6 +11,8 @@ import transformers
 from tiny_models import CONTEXT, VOCAB, build, save
 from transformers import DynamicCache
 
+from cloud_verifier import target_model
+from cloud_verifier.attention import attend
 from cloud_verifier.target_model import Segment, TargetModel
 from shared.faults import FaultKind, SpecwireError
 
@@ -347,6 +349,17 @@ def test_soft_capped_scores_are_refused(tmp_path):
     )
     save(tmp_path, transformers.Gemma2ForCausalLM(config))
     assert "softcap" in refused(tmp_path)
+
+
+def test_a_model_that_computes_something_else_is_refused(tmp_path, monkeypatch):
+    """The trial passes find what no list of refusals foresees: here, attention that forgets its scaling."""
+    save(tmp_path, build("llama"))
+
+    def unscaled(module, query, key, value, mask, scaling=None, **kwargs):
+        return attend(module, query, key, value, mask, scaling=1.0, **kwargs)
+
+    monkeypatch.setattr(target_model, "attend", unscaled)
+    assert "differ" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(
