@@ -21,6 +21,8 @@ from shared.faults import FaultKind, SpecwireError
 PREFILL_CHUNK = 256
 # Positions that the KV buffer starts with; it doubles when they are used up.
 INITIAL_CAPACITY = 512
+# How long an idle thread of ONNX Runtime spins, in microseconds: about one short operator.
+SPIN_US = "50"
 
 
 class DraftModel:
@@ -63,9 +65,11 @@ class DraftModel:
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        # Threads spin within a step, which is made of hundreds of short operators, and sleep between
-        # steps, when the verifier may want the same cores.
+        # Threads spin for a moment, because a step is made of hundreds of short operators, and sleep
+        # between steps. Spinning without a limit makes a step 3-5 times slower as soon as anything else,
+        # a verifier on the same machine for one, wants the cores.
         options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry("session.intra_op.spin_duration_us", SPIN_US)
         try:
             session = ort.InferenceSession(
                 str(folder / MODEL_NAME), options, providers=["CPUExecutionProvider"]

@@ -98,11 +98,12 @@ class TextStream:
         return window[-size:]
 
     def _show(self, text: str, *, last: bool) -> str:
-        """Pass on what cannot belong to a stop string; cut at the first stop string."""
+        """Pass on what cannot belong to a stop string; cut at the first stop string to be complete."""
         text, self._held = self._held + text, ""
-        found = min((at for at in map(text.find, self._stop) if at >= 0), default=-1)
-        if found >= 0:
-            text, self.stopped = text[:found], True
+        # (end, start) of each: the first to be complete wins, however the text was cut into pushes.
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            text, self.stopped = text[: min(found)[1]], True
         elif not last:
             held = max((_overlap(text, stop) for stop in self._stop), default=0)
             text, self._held = text[: len(text) - held], text[len(text) - held :]

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from cloud_verifier.drafts import cache, precisions
 from edge_client.manifest import read_manifest, verify_files
@@ -60,6 +61,31 @@ def check(folder: Annotated[Path, typer.Argument(help="A draft folder.")]) -> No
         manifest = read_manifest(folder)
         verify_files(folder, manifest, progress)
     _report(folder)
+
+
+@app.command()
+def measure(
+    target: Annotated[Path, typer.Argument(help="The target: a Hugging Face folder.")],
+    drafts: Annotated[list[Path], typer.Argument(help="Draft folders made from it.")],
+) -> None:
+    """Measure draft folders against their target: overlap, agreement, time of a step."""
+    from cloud_verifier.drafts.measure import measure_drafts
+
+    with _showing() as progress:
+        results = measure_drafts(target, drafts, progress)
+    table = Table("precision", "MB", "overlap T=1", "T=0.7", "greedy", "wall ms", "CPU ms", "2 tokens CPU ms")
+    for item in results:
+        table.add_row(
+            item.precision,
+            f"{item.megabytes:.0f}",
+            f"{item.overlap:.3f}",
+            f"{item.overlap_cold:.3f}",
+            f"{item.greedy_agreement:.3f}",
+            f"{item.step_wall_ms:.1f}",
+            f"{item.step_cpu_ms:.1f}",
+            f"{item.two_tokens_cpu_ms:.1f}",
+        )
+    Console().print(table)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -90,17 +90,22 @@ def test_characters_appear_as_soon_as_they_are_whole() -> None:
     assert shown == ["a", "", "", "你", "b"]
 
 
-@given(text=TEXTS, stop=st.lists(st.text("ab 你", min_size=1, max_size=3), max_size=3))
+@given(
+    text=TEXTS,
+    stop=st.lists(st.text("ab 你", min_size=1, max_size=3), max_size=3),
+    cuts=st.lists(st.integers(0, 4), max_size=20),
+)
+@example(text=" aa", stop=["a", " aa"], cuts=[])
 @settings(max_examples=300, deadline=None)
-def test_stop_strings_cut_text_and_tokens(text, stop) -> None:
+def test_stop_strings_cut_text_and_tokens(text, stop, cuts) -> None:
     text = text.replace("\ufffd", "")  # which the first byte of three looks like already
     tokenizer = TOKENIZERS["byte_level"]
     tokens = tokenizer.encode(text).ids
     stream = TextStream(tokenizer, stop)
-    shown = "".join(stream.push([token]) for token in tokens) + stream.flush()
-    found = [text.find(item) for item in stop if item in text]
+    shown = "".join(stream.push(piece) for piece in pieces_of(tokens, cuts)) + stream.flush()
+    found = [(text.find(item) + len(item), text.find(item)) for item in stop if item in text]
     assert stream.stopped == bool(found)
-    assert shown == (text[: min(found)] if found else text)
+    assert shown == (text[: min(found)[1]] if found else text)
     # One token a byte: the tokens kept are exactly the bytes of the text shown.
     assert stream.num_kept == len(shown.encode())
 
