@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import os
+import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +19,7 @@ from shared.config import apply_config
 from shared.faults import FaultKind, SpecwireError
 
 if TYPE_CHECKING:
+    from cloud_verifier.auth import Authenticator
     from cloud_verifier.passes import StepEmulation
     from cloud_verifier.server import ServerConfig
     from cloud_verifier.target_model import TargetModel
@@ -29,8 +32,12 @@ app = typer.Typer(
     "Every option can also be set as SPECWIRE_<OPTION> in the environment, or in a TOML file.",
 )
 app.add_typer(draft_app, name="draft", help="Make draft models for edge clients.")
+token_app = typer.Typer(no_args_is_help=True)
+app.add_typer(token_app, name="token", help="Make tokens for those who may call.")
 
 BUILTIN = "builtin"
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_MAX_DEFAULT_CPU_CACHE = 2 << 30
 
 
 @app.callback()
@@ -80,16 +87,30 @@ def serve(
         typer.Option(help="Authority (PEM) that clients must be certified by.", show_default=False),
     ] = None,
     idle_timeout: Annotated[float, typer.Option(help="Seconds until a silent session ends.", min=1)] = 600,
+    step_timeout: Annotated[float, typer.Option(help="Seconds until a step that hangs ends.", min=1)] = 60,
     drain_timeout: Annotated[float, typer.Option(help="Seconds to finish when told to stop.", min=0)] = 30,
     emulate_step: Annotated[
         str,
         typer.Option(help="BASE_MS,PER_TOKEN_MS: passes take as long as a bigger model's."),
     ] = "",
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of who may call, with hashed tokens and quotas; see `cloud-verifier token new`.",
+            show_default=False,
+        ),
+    ] = None,
+    metrics_listen: Annotated[
+        str, typer.Option(help="Address for /metrics, /livez and /readyz over HTTP; empty: none.")
+    ] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, typer.Option(help="text or json (one object a line).")] = "text",
+    log_prompts: Annotated[bool, typer.Option(help="Write the text of prompts to the log.")] = False,
 ) -> None:
     """Serve a target model to edge clients until interrupted."""
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    _set_up_logging(log_level, log_format)
     prepare_threads(threads)
+    from cloud_verifier.auth import Authenticator
     from cloud_verifier.registry import EngineLimits
     from cloud_verifier.scheduler import Budget
     from cloud_verifier.server import ServerConfig
@@ -100,25 +121,49 @@ def serve(
         verifications=tuple(name.strip() for name in allow_verification.split(",") if name.strip()),
         allow_generate=allow_generate,
         drain_timeout_s=drain_timeout,
-        limits=EngineLimits(max_sessions=max_sessions, max_block=max_block, idle_seconds=idle_timeout),
+        limits=EngineLimits(
+            max_sessions=max_sessions,
+            max_block=max_block,
+            idle_seconds=idle_timeout,
+            step_seconds=step_timeout,
+        ),
         budget=Budget(pass_tokens=pass_tokens),
         emulation=_emulation(emulate_step),
+        log_prompts=log_prompts,
     )
+    authenticator = Authenticator(tokens)
     kv_cache_bytes = parse_bytes(kv_cache) if kv_cache else None
-    asyncio.run(_serve(config, target, device, dtype, kv_cache_bytes, threads))
+
+    def load() -> TargetModel:
+        return load_target(target, device, dtype, kv_cache_bytes, threads)
+
+    asyncio.run(_serve(config, load, authenticator, metrics_listen))
 
 
 async def _serve(
-    config: ServerConfig, target: str, device: str, dtype: str, kv_cache_bytes: int | None, threads: int
+    config: ServerConfig, load: Callable[[], TargetModel], authenticator: Authenticator, metrics_listen: str
 ) -> None:
+    from cloud_verifier.http import operator_port
+    from cloud_verifier.metrics import Metrics
     from cloud_verifier.server import running_server
 
-    model = load_target(target, device, dtype, kv_cache_bytes, threads)
+    metrics = Metrics()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with running_server(model, config) as port:
+    async with contextlib.AsyncExitStack() as stack:
+        if metrics_listen:
+            stack.enter_context(
+                operator_port(
+                    metrics_listen,
+                    metrics.registry,
+                    is_alive=lambda: metrics.alive,
+                    is_ready=lambda: metrics.ready,
+                )
+            )
+        model = load()
+        port = await stack.enter_async_context(running_server(model, config, authenticator, metrics))
         host = config.listen.rpartition(":")[0]
         security = "plain text" if config.tls is None else "TLS"
         typer.echo(
@@ -126,6 +171,24 @@ async def _serve(
         )
         sys.stdout.flush()
         await stop.wait()
+
+
+@token_app.command("new")
+def new(
+    name: Annotated[str, typer.Argument(help="Who it is for; sessions and quotas go by this name.")],
+) -> None:
+    """Print a new token, and the lines for the file of --tokens that let it in."""
+    from cloud_verifier.auth import hash_token, new_token
+
+    if not re.fullmatch(r"[A-Za-z0-9_.@-]+", name):
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST, f"{name!r} is no name.", "Use letters, digits and any of _ . @ - only."
+        )
+    token = new_token()
+    typer.echo(f"Token, shown this once (for SPECWIRE_TOKEN on the device):\n\n  {token}\n")
+    typer.echo("Add to the file of --tokens; the quotas are examples, leave out what is not to be limited:\n")
+    typer.echo(f'  [identities."{name}"]\n  sha256 = "{hash_token(token)}"')
+    typer.echo("  sessions = 8\n  tokens-per-s = 500\n  bytes-per-s = 1000000\n  max-context = 8192")
 
 
 def load_target(
@@ -142,9 +205,32 @@ def load_target(
         from cloud_verifier.drafts.builtin import builtin_target
 
         target = str(builtin_target())
+    if kv_cache_bytes is None and device == "cpu":
+        kv_cache_bytes = _default_cpu_cache()
     model = TargetModel.load(target, device=device, dtype=dtype, kv_cache_bytes=kv_cache_bytes)
     model.warm_up()
     return model
+
+
+def _default_cpu_cache() -> int:
+    """A quarter of what is free: the operator's other programs, and the client in a demo, need some too."""
+    import torch
+
+    from cloud_verifier.host import free_memory_bytes
+
+    return min(free_memory_bytes(torch.device("cpu")) // 4, _MAX_DEFAULT_CPU_CACHE)
+
+
+def _set_up_logging(level: str, log_format: str) -> None:
+    from cloud_verifier.logs import set_up_logging
+
+    if level not in _LOG_LEVELS or log_format not in ("text", "json"):
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST,
+            f"Cannot log at level {level!r} in format {log_format!r}.",
+            f"Levels are {', '.join(_LOG_LEVELS)}; formats are text and json.",
+        )
+    set_up_logging(level, as_json=log_format == "json")
 
 
 def prepare_threads(threads: int) -> None:

@@ -216,7 +216,7 @@ class Engine:
                 while not (self._inbox or self._stopping or busy):
                     self._wake.wait()
                 if self._stopping and not self._inbox:
-                    return
+                    break
                 commands = list(self._inbox)
                 self._inbox.clear()
             woke_at = self.clock()
@@ -226,6 +226,7 @@ class Engine:
             busy = self._registry.busy()
             self._publish(busy)
             self._busy_s += self.clock() - woke_at
+        self._registry.close()
 
     def _pass(self, woke_at: float) -> None:
         busy = self._registry.busy()

@@ -305,6 +305,13 @@ class Registry:
                 )
                 self._remove(session)
 
+    def close(self) -> None:
+        """Forgets everything, so that the pool is as it was before."""
+        for session in list(self._sessions.values()):
+            self._remove(session)
+        self.evict_cache()
+        self._pool.reclaim = None
+
     # -- slots -------------------------------------------------------------------------------------
 
     def match_prefix(self, session: Session) -> None:

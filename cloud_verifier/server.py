@@ -14,15 +14,18 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from tokenizers import Tokenizer
 
 from cloud_verifier.auth import Authenticator
 from cloud_verifier.engine import Engine
+from cloud_verifier.metrics import Metrics
 from cloud_verifier.passes import StepEmulation, is_lossy
 from cloud_verifier.registry import EngineLimits
 from cloud_verifier.scheduler import Budget
 from cloud_verifier.service import SERVICE_NAME, VerifierService
+from cloud_verifier.stream import ServicePolicy
 from cloud_verifier.target_model import TargetModel
-from cloud_verifier.verification import VERIFICATIONS
+from cloud_verifier.verification import VERIFICATIONS, get_verification
 from shared import transport
 from shared.codecs import CODECS
 from shared.messages import Description, Limits
@@ -48,10 +51,17 @@ class ServerConfig:
     limits: EngineLimits = field(default_factory=EngineLimits)
     budget: Budget = field(default_factory=Budget)
     emulation: StepEmulation | None = None
+    log_prompts: bool = False
+    open_timeout_s: float = 20.0
 
 
 def exact_verifications() -> tuple[str, ...]:
     return tuple(name for name in VERIFICATIONS if not is_lossy(name))
+
+
+def _checked(verification: str) -> str:
+    get_verification(verification)  # names the known ones
+    return verification
 
 
 def make_describe(model: TargetModel, engine: Engine, config: ServerConfig) -> Callable[[], Description]:
@@ -61,7 +71,7 @@ def make_describe(model: TargetModel, engine: Engine, config: ServerConfig) -> C
         model=name,
         tokenizer=tokenizer_identity(model.tokenizer_json, name),
         codecs=tuple(CODECS),
-        verifications=config.verifications or exact_verifications(),
+        verifications=tuple(map(_checked, config.verifications)) or exact_verifications(),
         limits=Limits(
             max_context=engine.max_context,
             max_block=config.limits.max_block,
@@ -83,17 +93,28 @@ def make_describe(model: TargetModel, engine: Engine, config: ServerConfig) -> C
 
 @contextlib.asynccontextmanager
 async def running_server(
-    model: TargetModel, config: ServerConfig, authenticator: Authenticator | None = None
+    model: TargetModel,
+    config: ServerConfig,
+    authenticator: Authenticator | None = None,
+    metrics: Metrics | None = None,
 ) -> AsyncIterator[int]:
     """Serves while the context lasts; yields the port.
 
     On leaving, clients are told, blocks in hand are finished within `drain_timeout_s`, and everything is
     freed.
     """
-    engine = Engine(model, limits=config.limits, budget=config.budget, emulation=config.emulation)
+    metrics = metrics or Metrics()
+    engine = Engine(
+        model, limits=config.limits, budget=config.budget, emulation=config.emulation, observer=metrics
+    )
     server = grpc.aio.server(options=transport.server_options(config.max_message_bytes))
     describe = make_describe(model, engine, config)
-    service = VerifierService(engine, describe, authenticator or Authenticator())
+    policy = ServicePolicy(
+        open_seconds=config.open_timeout_s,
+        on_bytes=metrics.bytes_passed,
+        decode_prompt=Tokenizer.from_str(model.tokenizer_json).decode if config.log_prompts else None,
+    )
+    service = VerifierService(engine, describe, authenticator or Authenticator(), policy)
     server.add_generic_rpc_handlers((service.handlers(),))
     healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
@@ -103,10 +124,12 @@ async def running_server(
     await server.start()
     for name in ("", SERVICE_NAME):
         await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    metrics.watch(engine)
     expiry = asyncio.create_task(_expire(engine))
     try:
         yield port
     finally:
+        metrics.draining()
         expiry.cancel()
         await healthy.enter_graceful_shutdown()
         await _drain(engine, config.drain_timeout_s)

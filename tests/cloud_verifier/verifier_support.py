@@ -63,12 +63,9 @@ def running(model: TargetModel, **options: object) -> Iterator[Engine]:
     try:
         yield engine
     finally:
-        engine.dismiss(-1)
-        engine.evict_cache()
         engine.stop()
         assert not engine.is_alive
         assert model.pool.num_free == model.pool.num_slots
-        model.pool.reclaim = None
 
 
 class Client:
