@@ -359,7 +359,10 @@ def test_a_model_that_computes_something_else_is_refused(tmp_path, monkeypatch):
         return attend(module, query, key, value, mask, scaling=1.0, **kwargs)
 
     monkeypatch.setattr(target_model, "attend", unscaled)
-    assert "differ" in refused(tmp_path)
+    try:
+        assert "differ" in refused(tmp_path)
+    finally:  # transformers keeps one table for all models of the process
+        transformers.AttentionInterface.register("specwire", attend)
 
 
 @pytest.mark.parametrize(
