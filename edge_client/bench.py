@@ -34,7 +34,9 @@ async def run_bench(
         names = list(arms) if turn % 2 else list(reversed(arms))
         for name in names:
             async with client.conversation() as conversation:
-                result = await _answer(client, conversation, prompt.text, arms[name].controller())
+                result = await _answer(
+                    client, conversation, prompt.text, arms[name].controller(client.description)
+                )
             if turn:
                 results[name].append(result)
             done += 1

@@ -37,6 +37,7 @@ class Chat:
         self._system = system
         self._always_stats = stats
         self._sampling = client.options.sampling()
+        self._controller = client.options.controller(client.description)
         self._conversation: Conversation = client.conversation()
         self._messages: list[dict[str, str]] = self._start()
         self._last: Result | None = None
@@ -117,7 +118,7 @@ class Chat:
             tokens,
             sampling=self._sampling,
             max_new_tokens=client.options.max_tokens,
-            controller=client.options.controller(),
+            controller=self._controller,
         )
         return await self._terminal.stream(client, events)
 

@@ -19,6 +19,7 @@ from shared.faults import FaultKind, SpecwireError
 
 if TYPE_CHECKING:
     from edge_client.startup import Options
+    from edge_client.terminal import Terminal
 
 # Exit codes, for scripts.
 WRONG, USAGE, TRY_LATER, INTERRUPTED = 1, 2, 3, 130
@@ -74,10 +75,15 @@ TopPOption = Annotated[float, _option(_SAMPLING, "Only the likeliest tokens that
 MinPOption = Annotated[
     float, _option(_SAMPLING, "Only tokens at least this likely, relative to the best; 0 is off.")
 ]
-SeedOption = Annotated[int, _option(_SAMPLING, "The same seed gives the same text.")]
+SeedOption = Annotated[
+    int, _option(_SAMPLING, "The same seed gives the same text, above temperature 0 only with a fixed --k.")
+]
 MaxTokensOption = Annotated[int, _option(_SAMPLING, "Tokens of an answer at most.", min=1)]
-KOption = Annotated[str, _option(_SPECULATION, "Tokens drafted in a block.")]
-AheadOption = Annotated[str, _option(_SPECULATION, "Further blocks to send before a verdict is back.")]
+KOption = Annotated[str, _option(_SPECULATION, "Tokens drafted in a block; 'auto' goes by what is measured.")]
+AheadOption = Annotated[
+    str,
+    _option(_SPECULATION, "Further blocks to send before a verdict is back; with a fixed --k, auto is 0."),
+]
 CodecOption = Annotated[
     str, _option(_SPECULATION, "How distributions are sent; empty takes the verifier's first choice.")
 ]
@@ -136,8 +142,8 @@ def run(
     min_p: MinPOption = 0.0,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = 512,
-    k: KOption = "5",
-    ahead: AheadOption = "0",
+    k: KOption = "auto",
+    ahead: AheadOption = "auto",
     codec: CodecOption = "",
     verification: VerificationOption = "",
     cloud_only: CloudOnlyOption = False,
@@ -148,23 +154,36 @@ def run(
     as_json: Annotated[bool, _option(_OUTPUT, "One JSON object instead of text.", "--json")] = False,
     show_origin: ShowOriginOption = False,
     stats: StatsOption = False,
+    explain: Annotated[
+        bool, _option(_OUTPUT, "What auto measured and chose, each round.", "--explain")
+    ] = False,
 ) -> None:
     """Answer one prompt, streaming to standard output."""
     import asyncio
 
+    from edge_client.terminal import Terminal
+
     options = _options(locals())
     text = sys.stdin.read() if prompt == "-" else prompt
-    asyncio.run(_run(options, text, system, raw=raw, as_json=as_json, show_origin=show_origin, stats=stats))
+    terminal = Terminal(show_origin=show_origin, quiet=as_json)
+    asyncio.run(_run(options, terminal, text, system, raw=raw, as_json=as_json, stats=stats, explain=explain))
 
 
 async def _run(
-    options: Options, text: str, system: str, *, raw: bool, as_json: bool, show_origin: bool, stats: bool
+    options: Options,
+    terminal: Terminal,
+    text: str,
+    system: str,
+    *,
+    raw: bool,
+    as_json: bool,
+    stats: bool,
+    explain: bool,
 ) -> None:
     from edge_client.prompts import chat_prompt, plain_prompt
     from edge_client.startup import open_client
-    from edge_client.terminal import Terminal, print_json, result_json
+    from edge_client.terminal import print_json, result_json
 
-    terminal = Terminal(show_origin=show_origin, quiet=as_json)
     async with open_client(options, terminal.notice) as client:
         if raw or not client.manifest.chat_template:
             tokens = plain_prompt(client.manifest, client.tokenizer, text)
@@ -174,14 +193,16 @@ async def _run(
                 client.manifest, client.tokenizer, [*messages, {"role": "user", "content": text}]
             )
         terminal.legend()
+        controller = options.controller(client.description)
         async with client.conversation() as conversation:
             events = conversation.answer(
                 tokens,
                 sampling=options.sampling(),
                 max_new_tokens=options.max_tokens,
-                controller=options.controller(),
+                controller=controller,
             )
-            answer, result = await terminal.stream(client, events)
+            told = controller.explain if explain else None
+            answer, result = await terminal.stream(client, events, told)
         if as_json:
             print_json(result_json(answer, result, client))
         if stats:
@@ -204,8 +225,8 @@ def chat(
     min_p: MinPOption = 0.0,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = 1024,
-    k: KOption = "5",
-    ahead: AheadOption = "0",
+    k: KOption = "auto",
+    ahead: AheadOption = "auto",
     codec: CodecOption = "",
     verification: VerificationOption = "",
     cloud_only: CloudOnlyOption = False,
@@ -250,8 +271,8 @@ def bench(
     min_p: MinPOption = 0.0,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = 128,
-    k: KOption = "5",
-    ahead: AheadOption = "0",
+    k: KOption = "auto",
+    ahead: AheadOption = "auto",
     codec: CodecOption = "",
     verification: VerificationOption = "",
     prompts: Annotated[int, _option(_OUTPUT, "Prompts to measure with.", min=1)] = 4,
@@ -295,8 +316,8 @@ def doctor(
     patience: PatienceOption = 10.0,
     draft: DraftOption = "builtin",
     threads: ThreadsOption = 0,
-    k: KOption = "5",
-    ahead: AheadOption = "0",
+    k: KOption = "auto",
+    ahead: AheadOption = "auto",
     codec: CodecOption = "",
     verification: VerificationOption = "",
 ) -> None:
@@ -349,8 +370,8 @@ def serve(
     patience: PatienceOption = 10.0,
     draft: DraftOption = "builtin",
     threads: ThreadsOption = 0,
-    k: KOption = "5",
-    ahead: AheadOption = "0",
+    k: KOption = "auto",
+    ahead: AheadOption = "auto",
     codec: CodecOption = "",
     verification: VerificationOption = "",
     cloud_only: CloudOnlyOption = False,

@@ -49,13 +49,17 @@ class NoModel:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """K drafted tokens that follow `base_len` others, and the bytes of their distributions."""
+    """K drafted tokens that follow `base_len` others, and the bytes of their distributions.
+
+    `prompt_s` is the part of `draft_s` in which the first token came after reading many.
+    """
 
     base_len: int
     tokens: tuple[int, ...]
     payload: bytes
     draft_s: float
     codec_s: float
+    prompt_s: float = 0.0
 
 
 class Drafter:
@@ -117,13 +121,17 @@ class Drafter:
             self._sampling.seed, Purpose.DRAFT, np.arange(base_len, base_len + num_tokens), base_len
         )
         rows: list[Row] = []
-        draft_s = codec_s = 0.0
+        draft_s = codec_s = prompt_s = 0.0
+        # Two are fed after a fully kept block: its last token and the bonus.
+        reads_prompt = len(self.sequence) - self._model.kv_len > 2
         started = time.perf_counter()
         for word in words:
             if (logits := self._feed(stop)) is None:
                 self._undo(base_len)
                 return None
             fed = time.perf_counter()
+            if reads_prompt and not rows:
+                prompt_s = fed - started
             row = self._codec.quantise(self._probabilities(logits))
             token = row.sample(int(word))
             rows.append(row)
@@ -135,7 +143,7 @@ class Drafter:
                 break
         payload = self._codec.encode(rows, self._vocab_size)
         codec_s += time.perf_counter() - started
-        return Block(base_len, tuple(self.sequence[base_len:]), payload, draft_s, codec_s)
+        return Block(base_len, tuple(self.sequence[base_len:]), payload, draft_s, codec_s, prompt_s)
 
     def guess(self) -> Block:
         """One token without asking the model, for when it cannot go on and the verifier may not write alone.

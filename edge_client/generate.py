@@ -321,6 +321,7 @@ class _Loop:
             round_trip_s=reply.round_trip_s,
             wait_s=wait_s,
             timing=answer.timing,
+            prompt_s=block.prompt_s if block else 0.0,
         )
         return Emission(reply.tokens, origins, done_round, answer.logprobs)
 

@@ -22,8 +22,8 @@ class Origin(StrEnum):
 class Round:
     """One block up and one verdict down, or one message of a cloud-only answer (num_drafted 0).
 
-    `draft_s` and `codec_s` are what this block took to draft; `wait_s` is how long nothing else was
-    done while its verdict was awaited.
+    `draft_s` and `codec_s` are what this block took to draft, `prompt_s` the part of it that was spent on
+    reading what came before; `wait_s` is how long nothing else was done while its verdict was awaited.
     """
 
     num_drafted: int
@@ -35,6 +35,7 @@ class Round:
     round_trip_s: float
     wait_s: float
     timing: Timing
+    prompt_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 from edge_client.connection import Patience, Verifier
-from edge_client.controller import Controller, FixedController, Plan
+from edge_client.controller import AutoController, Controller, FixedController, Plan
 from edge_client.generate import Conversation, SessionSettings
 from edge_client.manifest import TOKENIZER_NAME, DraftManifest, read_manifest
 from shared.codecs import CODECS
@@ -46,8 +46,8 @@ class Options:
     threads: int
     codec: str = ""
     verification: str = ""
-    k: str = "5"
-    ahead: str = "0"
+    k: str = "auto"
+    ahead: str = "auto"
     cloud_only: bool = False
     temperature: float = 0.0
     top_k: int = 0
@@ -64,11 +64,28 @@ class Options:
         validate(params)
         return params
 
-    def controller(self) -> Controller:
-        k, ahead = _whole_number("--k", self.k, 1), _whole_number("--ahead", self.ahead, 0)
-        return FixedController(Plan(k, ahead, _CLOUD_CHUNK if self.cloud_only else 0))
+    def controller(self, description: Description | None = None) -> Controller:
+        """What decides about K and the rest; `description` bounds it by what the verifier allows."""
+        if self.cloud_only:
+            return FixedController(Plan(cloud_tokens=_CLOUD_CHUNK))
+        if self.k != "auto":
+            ahead = 0 if self.ahead == "auto" else _whole_number("--ahead", self.ahead, 0)
+            return FixedController(Plan(_whole_number("--k", self.k, 1), ahead))
+        if self.ahead != "auto":
+            raise SpecwireError(
+                FaultKind.BAD_REQUEST, f"--ahead is {self.ahead!r}, but --k is auto.", "Fix both, or neither."
+            )
+        if description is None:
+            return AutoController()
+        limits = description.limits
+        return AutoController(
+            max_k=min(_MAX_K, limits.max_block),
+            max_ahead=max(limits.max_in_flight - 1, 0),
+            allows_cloud=description.allows_generate,
+        )
 
 
+_MAX_K = 16
 _CLOUD_CHUNK = 1 << 20  # more than any answer: one request for all of it
 
 
@@ -198,5 +215,5 @@ def _whole_number(option: str, text: str, least: int) -> int:
     if text.isdecimal() and int(text) >= least:
         return int(text)
     raise SpecwireError(
-        FaultKind.BAD_REQUEST, f"{option} is {text!r}.", f"Give a whole number of at least {least}."
+        FaultKind.BAD_REQUEST, f"{option} is {text!r}.", f"Give a whole number of at least {least}, or auto."
     )
