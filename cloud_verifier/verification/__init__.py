@@ -2,6 +2,13 @@
 
 Each rule faces its oracle in `shared.reference`. Arithmetic is float32 or wider whatever type the
 target runs in, and nothing loops over sessions except the packing of their metadata.
+
+What a client can force. Rules that need q trust the client about it: whoever understates q(x), or
+draws from something else than the q it sends, gets any x with p(x) > 0 accepted, and so steers the
+text as far as the target's support goes (never beyond it: p(x) = 0 is never accepted). That hurts
+nobody but the client's own answer, unless somebody else relies on the text being the target's. An
+operator for whom that matters allows only `coupled` and `greedy`, which never look at q: their output
+is a function of prompt, seed and target alone.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shared.sampling import GREEDY_BELOW
 
 _GROUP = 32  # ids whose maximum stands for them
-_NUCLEUS = 64  # groups that are looked into first for a nucleus of unknown size
+_OCTAVES = 64
 _PIECE_ELEMENTS = 1 << 21  # float32: 8 MB
 
 
@@ -85,17 +85,17 @@ def truncated_probs(logits: torch.Tensor, top: torch.Tensor, params: RowParams) 
     counted = (params.top_k > 0) & (params.top_k < vocab_size)
     nuclear = ~counted & (params.top_p < 1)
     mass = torch.zeros(len(logits), dtype=torch.float64, device=device)
+    if nuclear.all():
+        mass = row_masses(logits, top, temperature).double()
+    elif nuclear.any():
+        index = torch.from_numpy(np.flatnonzero(nuclear)).to(device)
+        mass[index] = row_masses(logits[index], top[index], temperature[index]).double()
+    bound = _bounds(logits, top, params, counted, nuclear, mass)
+    rows, ids = (logits >= bound[:, None]).nonzero(as_tuple=True)
     if nuclear.any():
-        rows = torch.from_numpy(np.flatnonzero(nuclear)).to(device)
-        mass[rows] = row_masses(logits[rows], top[rows], temperature[rows]).double()
-    num_groups = _NUCLEUS
-    while True:
-        bound = _bounds(logits, top, params, counted, nuclear, num_groups)
-        rows, ids = (logits >= bound[:, None]).nonzero(as_tuple=True)
-        kept, weights, enough = _rank(logits, top, temperature, rows, ids, params, counted, mass)
-        if not nuclear.any() or num_groups >= vocab_size or bool(enough.all()):
-            break
-        num_groups *= 16
+        kept = _above_nucleus(logits, top, temperature, rows, ids, params, nuclear, mass)
+        rows, ids = rows[kept], ids[kept]
+    kept, weights = _rank(logits, top, temperature, rows, ids, params, counted, mass)
     rows, ids, weights = rows[kept], ids[kept], weights[kept]
     totals = torch.zeros_like(mass).index_add_(0, rows, weights.double())
     return SparseRows(rows, ids, (weights / totals[rows]).float())
@@ -107,9 +107,9 @@ def _bounds(
     params: RowParams,
     counted: NDArray[np.bool_],
     nuclear: NDArray[np.bool_],
-    num_groups: int,
+    mass: torch.Tensor,
 ) -> torch.Tensor:
-    """[n]: logits below it are certainly dropped (or, for a nucleus, not looked at yet)."""
+    """[n]: logits below it are certainly dropped."""
     device = logits.device
     bound = torch.full_like(top, -torch.inf)
     alone = ~counted & ~nuclear
@@ -120,7 +120,13 @@ def _bounds(
         bound = torch.where(
             torch.from_numpy(alone).to(device), top + torch.from_numpy(floor).to(device), bound
         )
-    wanted = np.where(counted, params.top_k, np.where(nuclear, num_groups, 0))
+    if nuclear.any():
+        # Even V tokens at this bound together lack the mass that a nucleus leaves out.
+        beyond = torch.from_numpy(np.where(nuclear, 1 - params.top_p, 1.0)).to(device)
+        share = (beyond * mass.clamp(min=1.0) / logits.shape[1]).log().float()
+        level = top + torch.from_numpy(params.temperature).to(device) * share * 1.001 - 0.01
+        bound = torch.where(torch.from_numpy(nuclear).to(device), level, bound)
+    wanted = np.where(counted, params.top_k, 0)
     size = logits.shape[1] // _GROUP
     possible = (wanted > 0) & (wanted <= size)
     if possible.any():
@@ -133,6 +139,29 @@ def _bounds(
     return bound
 
 
+def _above_nucleus(
+    logits: torch.Tensor,
+    top: torch.Tensor,
+    temperature: torch.Tensor,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    params: RowParams,
+    nuclear: NDArray[np.bool_],
+    mass: torch.Tensor,
+) -> torch.Tensor:
+    """Bool [m]: candidates in the octaves of weight that a row's nucleus reaches down to."""
+    device = logits.device
+    weights = ((logits[rows, ids].float() - top[rows]) / temperature[rows]).exp_()
+    octave = (-weights.log2()).floor_().clamp_(0, _OCTAVES - 1).nan_to_num_(0).long()
+    # [n, _OCTAVES]: mass of the octaves down to each
+    held = torch.zeros(len(logits) * _OCTAVES, dtype=torch.float64, device=device)
+    held = held.index_add_(0, rows * _OCTAVES + octave, weights.double()).view(-1, _OCTAVES).cumsum(dim=1)
+    wanted = torch.from_numpy(params.top_p).to(device) * mass
+    lowest = (held < wanted[:, None]).sum(dim=1)
+    lowest = lowest.masked_fill_(torch.from_numpy(~nuclear).to(device), _OCTAVES)
+    return octave <= lowest[rows]
+
+
 def _rank(
     logits: torch.Tensor,
     top: torch.Tensor,
@@ -142,8 +171,8 @@ def _rank(
     params: RowParams,
     counted: NDArray[np.bool_],
     mass: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the candidates (rows, ids) [m]: which are kept, their weights, and [n] whether they sufficed."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the candidates (rows, ids) [m]: which are kept, and their weights."""
     device = logits.device
     values = logits[rows, ids].float()
     # Descending within each row, lowest id first among equals: two stable sorts.
@@ -165,8 +194,7 @@ def _rank(
     top_p = torch.from_numpy(params.top_p).to(device)
     inside = (before < (top_p * total)[row]) | (top_p[row] >= 1) | (rank == 0)
     kept = within & inside & (weights >= torch.from_numpy(params.min_p).to(device)[row])
-    enough = held >= top_p * total
 
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=device)
-    return kept[back], weights[back], enough
+    return kept[back], weights[back]
