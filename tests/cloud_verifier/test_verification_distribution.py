@@ -139,7 +139,7 @@ class Truncating:
 
 
 @pytest.mark.parametrize("rule", NEED_Q)
-@pytest.mark.parametrize("codec", [Truncating(), LatticeCodec("coarse", price=2e-2)])
+@pytest.mark.parametrize("codec", [Truncating(), LatticeCodec("coarse", price=0.3)])
 def test_sampling_from_another_distribution_than_the_one_sent_is_caught(rule, codec, monkeypatch):
     target, sampling = Model(1), SamplingParams(temperature=1.0)
     draft = mixed(target, Model(2), 0.7)
