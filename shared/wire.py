@@ -307,7 +307,7 @@ def logprobs_from_proto(logprobs: pb.Logprobs) -> Logprobs:
     if len(logprobs.ids) != len(logprobs.values) or len(logprobs.ids) % (4 * width):
         raise SpecwireError(
             FaultKind.BAD_PAYLOAD,
-            f"{len(logprobs.ids)} and {len(logprobs.values)} bytes are no log-probabilities of width {width}.",
+            f"{len(logprobs.ids)} and {len(logprobs.values)} bytes are no rows of {width} log-probabilities.",
             "Use a client of the same version as the verifier.",
         )
     ids = np.frombuffer(logprobs.ids, dtype="<i4").reshape(-1, width)
