@@ -69,7 +69,7 @@ def _bind(address: str, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPS
     host, _, port = address.rpartition(":")
     try:
         return ThreadingHTTPServer((host.strip("[]"), int(port)), handler)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise SpecwireError(
             FaultKind.BAD_REQUEST, f"{address!r} is not host:port.", "Write it like 127.0.0.1:9090."
         ) from None

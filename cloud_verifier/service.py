@@ -60,7 +60,7 @@ class VerifierService:
 
     async def session(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         identity = await self._identify(context)
-        stream = Stream(self._engine, self._offer, self.policy, self.meter, identity)
+        stream = Stream(self._engine, self._offer, self.policy, self.meter, identity, context)
         reader = asyncio.create_task(stream.read(requests))
         try:
             async for message in stream.replies():

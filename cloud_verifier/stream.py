@@ -7,7 +7,10 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import grpc
+import grpc.aio
 from google.protobuf.message import DecodeError
 
 from cloud_verifier.admission import check_block, check_open, check_step, max_message_bytes
@@ -97,13 +100,20 @@ class Stream:
     """Reads one client's messages and writes its replies."""
 
     def __init__(
-        self, engine: Engine, offer: Description, policy: ServicePolicy, meter: Meter, identity: Identity
+        self,
+        engine: Engine,
+        offer: Description,
+        policy: ServicePolicy,
+        meter: Meter,
+        identity: Identity,
+        context: Any,
     ) -> None:
         self._offer = offer
         self._policy = policy
         self._meter = meter
         self._identity = identity
-        self._task = asyncio.current_task()
+        self._context = context
+        self._cutting: asyncio.Task[None] | None = None
         self._outbox = Outbox(self._cut)
         self._opened: Open | None = None
         self._max_bytes = max_message_bytes(None, offer)
@@ -147,8 +157,8 @@ class Stream:
                     "Open a session as soon as the stream is there.",
                 )
             )
-        except asyncio.CancelledError:
-            raise
+        except grpc.aio.AbortError:  # cut from this side
+            return
         except Exception:
             log.exception("a stream failed", extra={"owner": self._identity.name})
             self.ticket.fail(
@@ -220,8 +230,14 @@ class Stream:
     def _cut(self) -> None:
         """Ends the RPC of a client that does not read; the session can be resumed."""
         log.warning("a client reads too slowly", extra={"owner": self._identity.name})
-        if self._task is not None:
-            self._task.cancel()
+        self.ticket.detach()
+        self._cutting = asyncio.create_task(self._abort())
+
+    async def _abort(self) -> None:
+        with contextlib.suppress(grpc.aio.AbortError):
+            await self._context.abort(
+                grpc.StatusCode.UNAVAILABLE, "Replies were not read; resume the session."
+            )
 
     def _count(self, direction: str, num_bytes: int) -> None:
         if self._policy.on_bytes is not None:
