@@ -1,9 +1,8 @@
 """`make edge-binary` and `make edge-bundle`: the edge client as one folder that needs no Python.
 
 The folder is for the kind of machine that it is built on: for arm64, run the same command on an arm64
-machine (or in an arm64 container under QEMU); nothing here names an architecture. It runs on systems
-whose glibc is at least as new as that of the machine it was built on, so build on the oldest one to be
-supported.
+machine (or in an arm64 container under QEMU); nothing here names an architecture. It needs zlib and a
+glibc at least as new as that of the machine it was built on, so build on the oldest one to be supported.
 """
 
 from __future__ import annotations
@@ -47,6 +46,9 @@ def build(out: Path) -> Path:
     command = [sys.executable, "-m", "PyInstaller", "--noconfirm", "--clean", "--log-level", "WARN"]
     command += ["--distpath", str(out), "--workpath", str(work), str(HERE / "edge-client.spec")]
     subprocess.run(command, check=True, env={**os.environ, "SPECWIRE_BUILD_INFO": str(info)})
+    if shutil.which("strip"):  # Python's own library alone: symbols can be most of it
+        for library in (out / NAME / "_internal").glob("libpython*.so*"):
+            subprocess.run(["strip", "--strip-unneeded", str(library)], check=True)
     return out / NAME
 
 

@@ -123,20 +123,22 @@ class Agent:
     def ask(self, question: str) -> str:
         messages = [{"role": "system", "content": SYSTEM}, *EXAMPLE]
         messages.append({"role": "user", "content": f"Question: {question}"})
+        searched: set[str] = set()
         for number in range(1, self._max_rounds + 1):
             line = self._think(messages)
             print(f"[{number}] model: {line}")
-            kind, _, rest = line.partition(":")
-            found_any = number > 1
-            if (kind.strip().upper() == "ANSWER" and found_any) or number == self._max_rounds:
-                return rest.strip() or line
-            # A small model may not keep to the form: its words are then what to look for.
-            query = rest.strip() if kind.strip().upper() == "SEARCH" and rest.strip() else question
-            passages = self._notes.search(f"{query} {question}" if number == 1 else query)
+            kind, _, rest = (part.strip() for part in line.partition(":"))
+            if (kind.upper() == "ANSWER" and searched) or number == self._max_rounds:
+                return rest or line
+            # A small model may not keep to the form, or search twice for the same.
+            query = rest if kind.upper() == "SEARCH" and rest and rest not in searched else question
+            hint = "\nWrite the line that begins with ANSWER." if query in searched else ""
+            searched.add(query)
+            passages = self._notes.search(query)
             print(f"[{number}] search({query!r}) -> {', '.join(p.file for p in passages) or 'nothing'}")
             found = "\n".join(f"[{p.file}] {p.text}" for p in passages) or "nothing was found."
             messages.append({"role": "assistant", "content": line})
-            messages.append({"role": "user", "content": f"Notes: {found}\nQuestion: {question}"})
+            messages.append({"role": "user", "content": f"Notes: {found}\nQuestion: {question}{hint}"})
         raise SystemExit("--rounds must be at least 1.")
 
     def _think(self, messages: list[dict[str, str]]) -> str:

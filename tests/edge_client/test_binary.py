@@ -1,4 +1,4 @@
-"""The built program in a root that holds nothing but it and the C library."""
+"""The built program in a root that holds nothing but it, the C library and zlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from deploy.binary.build import build, folder_bytes
 
 pytestmark = pytest.mark.slow
 
-_C_LIBRARY = ("libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0", "libutil.so.1")
+# What the program takes from the system: the parts of glibc, and zlib, which unpacks the program.
+_OF_THE_SYSTEM = (
+    "libm.so.6",
+    "libdl.so.2",
+    "librt.so.1",
+    "libpthread.so.0",
+    "libutil.so.1",
+    "libresolv.so.2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,26 +35,34 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def root(program: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """No shell, no Python, no /usr: the C library, the program and a draft."""
+    """No shell and no Python: the C library, zlib, the program and a draft."""
     root = tmp_path_factory.mktemp("root")
     listed = subprocess.run(
         ["ldd", program / "edge-client"], capture_output=True, text=True, check=True
     ).stdout
-    libc = Path(re.search(r"=> (/\S+/libc\.so\.6)", listed)[1])
-    loader = Path(re.search(r"^\s*(/\S+/ld-\S+)", listed, re.MULTILINE)[1])
-    for library in (loader, *(libc.with_name(name) for name in (*_C_LIBRARY, "libresolv.so.2"))):
+    needed = {Path(found) for found in re.findall(r"(?:=> |^\s*)(/\S+)", listed, re.MULTILINE)}
+    libc = next(library for library in needed if library.name == "libc.so.6")
+    for library in needed | {libc.with_name(name) for name in _OF_THE_SYSTEM}:
         place = root / library.relative_to("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(library.resolve(), place)
     shutil.copytree(program, root / "opt" / "edge-client")
     shutil.copytree(tiny_draft, root / "draft")
-    (root / "tmp").mkdir()
+    for name in ("tmp", "dev", "proc"):
+        (root / name).mkdir()
     return root
 
 
+_ENTER = (
+    'mount --rbind /dev "$0/dev" && mount --rbind /proc "$0/proc" && '
+    'exec chroot "$0" /opt/edge-client/edge-client "$@"'
+)
+
+
 def inside(root: Path, *arguments: str) -> list[str]:
-    enter = ["chroot"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "chroot"]
-    return [*enter, str(root), "/opt/edge-client/edge-client", *arguments]
+    """The program in `root`, with the kernel's /dev and /proc, in a mount namespace that ends with it."""
+    as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
+    return ["unshare", "--mount", *as_root, "sh", "-c", _ENTER, str(root), *arguments]
 
 
 def run_inside(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -62,7 +78,7 @@ def _path(environment: dict[str, str]) -> dict[str, str]:
 
 def asked(address: str, draft: str) -> list[str]:
     options = ["--verifier", address, "--insecure", "--draft", draft, "--max-tokens", "24", "--json"]
-    return ["run", "Hello", "--temperature", "1", "--seed", "5", "--threads", "1", *options]
+    return ["run", "Hello", "--temperature", "0", "--threads", "1", *options]
 
 
 def test_version_names_the_commit(root: Path) -> None:
