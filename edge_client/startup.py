@@ -28,8 +28,10 @@ from shared.vocabulary import check_same_tokenizer
 if TYPE_CHECKING:
     from edge_client.draft_model import DraftModel
 
-# The names that `cloud-verifier draft builtin` gives; importing them would import torch.
-BUILTIN_NAME, BUILTIN_PRECISION = "SmolLM2-135M-Instruct", "int8"
+# How `cloud-verifier draft builtin` names its folders, NAME-draft-PRECISION-vVERSION, and which precision
+# is preferred where several are there; importing that module would import torch.
+_BUILTIN = "SmolLM2-135M-Instruct-draft-"
+_PREFERRED = ("q4_exact", "int8", "int4", "fp32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +133,21 @@ def draft_folder(draft: str) -> Path:
     beside = Path(sys.executable).with_name("draft")  # where `make edge-bundle` puts it
     if getattr(sys, "frozen", False) and not precision and beside.is_dir():
         return beside
-    folder = cache_dir() / "models" / f"{BUILTIN_NAME}-draft-{precision or BUILTIN_PRECISION}"
-    if not folder.is_dir():
+    models = cache_dir() / "models"
+    found = [folder for folder in models.glob(f"{_BUILTIN}{precision or '*'}-v*") if folder.is_dir()]
+    if not found:
         raise SpecwireError(
             FaultKind.BAD_REQUEST,
-            f"The built-in draft is not here yet ({folder}).",
+            f"The built-in draft is not here yet ({models / _BUILTIN}*).",
             "Make it once with `cloud-verifier draft builtin`, or name a draft folder with --draft.",
         )
-    return folder
+    return min(found, key=_preference)
+
+
+def _preference(folder: Path) -> tuple[int, int]:
+    precision, _, version_number = folder.name.removeprefix(_BUILTIN).rpartition("-v")
+    rank = _PREFERRED.index(precision) if precision in _PREFERRED else len(_PREFERRED)
+    return rank, -int(version_number) if version_number.isdecimal() else 0
 
 
 def make_verifier(options: Options, notify: Callable[[str], None] | None = None) -> Verifier:

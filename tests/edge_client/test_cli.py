@@ -145,6 +145,18 @@ def test_wrong_options_are_one_fault(options, args, kind, words):
     assert caught.value.remedy
 
 
+def test_the_builtin_draft_is_the_best_there_is(monkeypatch, tmp_path):
+    from edge_client.startup import draft_folder
+
+    monkeypatch.setenv("SPECWIRE_CACHE", str(tmp_path))
+    for name in ("int4-v1", "int8-v1", "int8-v2", "q4_exact-v1", "new-v1", "int8-v10"):
+        (tmp_path / "models" / f"SmolLM2-135M-Instruct-draft-{name}").mkdir(parents=True)
+    assert draft_folder("builtin").name.endswith("q4_exact-v1")
+    assert draft_folder("builtin:int8").name.endswith("int8-v10")
+    assert draft_folder("builtin:new").name.endswith("new-v1")
+    assert draft_folder(str(tmp_path)) == tmp_path
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
