@@ -65,7 +65,7 @@ class Terminal:
                 for token, origin in zip(event.tokens, event.origins, strict=True):
                     self._show(stream.push([token]), origin)
                 if explain is not None:
-                    self.err.print(Text(explain(), style="dim"))
+                    self.err.print(Text(explain(), style="dim"), soft_wrap=True)
         self._show(stream.flush(), Origin.ACCEPTED)
         if not self._quiet:
             self.out.file.write("\n")
