@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from cloud_verifier.verification import VERIFICATIONS
 from shared import sampling
 from shared.codecs import Distributions, get_codec
 from shared.faults import FaultKind, SpecwireError
-from shared.messages import PROTOCOL_VERSION, Append, Description, DraftBlock, Generate, Open
+from shared.messages import PROTOCOL_VERSION, Append, Description, DraftBlock, Generate, Open, SamplingParams
 from shared.vocabulary import check_same_tokenizer
 
 _FIELDS_BYTES = 1 << 16
+_MAX_BAD_WORDS = 1024
 _MAX_LOGPROBS = 21  # the token itself and its 20 likeliest rivals
 
 
@@ -42,7 +44,7 @@ def check_open(message: Open, description: Description) -> Open:
             f"This verifier does not offer the verification {message.verification!r}.",
             f"Choose one of: {', '.join(description.verifications)}.",
         )
-    sampling.validate(message.sampling)
+    check_sampling(message.sampling, description.tokenizer.size)
     if message.verification == "greedy" and message.sampling.temperature > 0:
         raise SpecwireError(
             FaultKind.BAD_SAMPLING,
@@ -77,6 +79,28 @@ def check_open(message: Open, description: Description) -> Open:
         max_block=min(message.max_block, description.limits.max_block),
         prompt_len=message.prompt_len or len(message.tokens),
     )
+
+
+def needs_q(opened: Open) -> bool:
+    """Whether the session's blocks must carry distributions; at temperature 0 exact rules need none."""
+    rule = VERIFICATIONS[opened.verification]
+    return rule.needs_q and (rule.lossy or not sampling.is_greedy(opened.sampling))
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """`shared.sampling.validate`, and what depends on the vocabulary.
+
+    Raises:
+        SpecwireError: BAD_SAMPLING or BAD_TOKENS.
+    """
+    sampling.validate(params)
+    if len(params.bad_words) > _MAX_BAD_WORDS:
+        raise SpecwireError(
+            FaultKind.BAD_SAMPLING,
+            f"{len(params.bad_words)} bad_words were given.",
+            f"Give at most {_MAX_BAD_WORDS}.",
+        )
+    _check_tokens((*params.logit_bias, *(token for word in params.bad_words for token in word)), vocab_size)
 
 
 def max_message_bytes(opened: Open | None, description: Description) -> int:
@@ -126,9 +150,16 @@ def check_block(message: DraftBlock, opened: Open, description: Description) -> 
             "Use the same Specwire version on both sides.",
             step=message.step,
         )
-    if not message.payload and (opened.verification == "greedy" or sampling.is_greedy(opened.sampling)):
+    q = codec.decode(message.payload, num_drafted, description.tokenizer.size) if message.payload else None
+    if q is None:
+        if needs_q(opened):
+            raise SpecwireError(
+                FaultKind.BAD_PAYLOAD,
+                f"The block carries no distributions, which {opened.verification} verification needs.",
+                "Choose a codec that carries them, or greedy or coupled verification.",
+                step=message.step,
+            )
         return None
-    q = codec.decode(message.payload, num_drafted, description.tokenizer.size)
     _check_support(message, q)
     return q
 
@@ -161,7 +192,7 @@ def check_step(message: Append | Generate, description: Description) -> None:
         )
     _check_tokens(message.tokens, description.tokenizer.size, message.step)
     if message.sampling is not None:
-        sampling.validate(message.sampling)
+        check_sampling(message.sampling, description.tokenizer.size)
 
 
 def _check_tokens(tokens: tuple[int, ...], vocab_size: int, step: int = 0) -> None:

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cloud_verifier.auth import hash_token, read_identities
+from cloud_verifier.cli import app, parse_bytes
+from cloud_verifier.logs import JsonFormatter, TextFormatter
+from shared.faults import SpecwireError
+
+
+def test_amounts_of_memory():
+    assert parse_bytes("4GiB") == 4 << 30
+    assert parse_bytes("500 MB") == 500_000_000
+    assert parse_bytes("1000") == 1000
+    for text in ("", "much", "4 parsecs"):
+        with pytest.raises(SpecwireError, match="amount of memory"):
+            parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ([], "needs a certificate"),
+        (["--insecure", "--listen", "0.0.0.0:0"], "can be reached from other machines"),
+        (["--insecure", "--log-format", "xml"], "Cannot log"),
+        (["--insecure", "--tokens", "/nonexistent/tokens.toml"], "token file"),
+        (["--insecure", "--emulate-step", "fast"], "BASE_MS"),
+        (["--insecure", "--kv-cache", "lots"], "amount of memory"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_the_model_is_loaded(options, text):
+    result = CliRunner().invoke(app, ["serve", "--target", "/nonexistent", *options])
+    assert isinstance(result.exception, SpecwireError)
+    assert text in str(result.exception)
+
+
+def test_a_new_token_is_let_in_by_the_lines_printed(tmp_path):
+    result = CliRunner().invoke(app, ["token", "new", "ann@home"])
+    token = re.search(r"specwire_\S+", result.output)
+    assert token is not None
+    entry = result.output[result.output.index("[identities") :]
+    path = tmp_path / "tokens.toml"
+    path.write_text(entry)
+    by_hash, _ = read_identities(path)
+    assert by_hash[hash_token(token[0])].name == "ann@home"
+    assert token[0] not in entry
+
+
+def test_log_lines_carry_session_and_step():
+    record = logging.LogRecord("cloud_verifier.engine", logging.INFO, "", 0, "opened %d", (1,), None)
+    record.session, record.step = "0123456789abcdef", 3
+    text = TextFormatter().format(record)
+    assert text.endswith("opened 1 session=01234567 step=3")
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["message"], line["session"], line["step"]) == ("opened 1", "01234567", 3)
+
+
+def test_serve_answers_probes_and_ends_at_sigterm(tiny_target: Path):
+    command = [sys.executable, "-c", "from cloud_verifier.cli import main; main()", "serve", "--insecure"]
+    command += ["--target", str(tiny_target), "--listen", "127.0.0.1:0", "--kv-cache", "10MB"]
+    command += ["--metrics-listen", "127.0.0.1:18973", "--log-format", "json", "--dtype", "float32"]
+    environment = dict(os.environ, SPECWIRE_DRAIN_TIMEOUT="5")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert re.match(r"Serving target on 127\.0\.0\.1:\d+ \(cpu, ", process.stdout.readline())
+            with urllib.request.urlopen("http://127.0.0.1:18973/readyz", timeout=10) as response:
+                assert response.status == 200
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert "Traceback" not in errors
