@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from shared.codecs import Codec, Row
 from shared.faults import FaultKind, SpecwireError
+from shared.history import TokenHistory, needs_history
 from shared.messages import SamplingParams
 from shared.randomness import Purpose, random_words
-from shared.sampling import probabilities
+from shared.sampling import coupled_choice, probabilities
 
 _CHUNK = 256
 """Prompt tokens that are read between two looks at whether to stop."""
@@ -65,12 +66,25 @@ class Block:
 class Drafter:
     """Writes ahead of the verifier on one draft model.
 
+    With `coupled` the draft draws with the noise that the verifier draws with, so that both pick the
+    same token wherever their distributions agree enough; nothing else depends on the verification.
+
     Attributes:
         sequence: committed tokens, then those that are drafted and not yet judged.
     """
 
-    def __init__(self, model: Model, codec: Codec, vocab_size: int, eos_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        codec: Codec,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        *,
+        coupled: bool = False,
+    ) -> None:
         self.sequence: list[int] = []
+        self._coupled = coupled
+        self._history: TokenHistory | None = None  # of `sequence`, where the sampling looks at it
         self._model = model
         self._codec = codec
         self._vocab_size = vocab_size
@@ -101,6 +115,7 @@ class Drafter:
         self._begun.append((start, len(tokens)))
         self._model.rollback(start)
         self.sequence = list(tokens)
+        self._history = TokenHistory(tokens, len(tokens), self._eos_ids) if needs_history(sampling) else None
         self._sampling, self._limit = sampling, limit
         self._ended = self._blind = False
 
@@ -132,10 +147,14 @@ class Drafter:
             fed = time.perf_counter()
             if reads_prompt and not rows:
                 prompt_s = fed - started
-            row = self._codec.quantise(self._probabilities(logits))
-            token = row.sample(int(word))
+            probs = self._probabilities(logits)
+            row = self._codec.quantise(probs)
+            if self._coupled:
+                token = coupled_choice(probs, self._sampling.seed, len(self.sequence))
+            else:
+                token = row.sample(int(word))
             rows.append(row)
-            self.sequence.append(token)
+            self.extend((token,))
             draft_s, codec_s = draft_s + fed - started, codec_s + time.perf_counter() - fed
             started = time.perf_counter()
             if token in self._eos_ids:
@@ -155,21 +174,26 @@ class Drafter:
         certain[token] = 1.0
         started = time.perf_counter()
         payload = self._codec.encode([self._codec.quantise(certain)], self._vocab_size)
-        self.sequence.append(token)
+        self.extend((token,))
         return Block(base_len, (token,), payload, 0.0, time.perf_counter() - started)
 
     def apply(self, block: Block, num_accepted: int, tokens: Sequence[int]) -> None:
         """A verdict on the oldest block in flight: keeps `num_accepted` of it, then `tokens`."""
         if num_accepted < len(block.tokens) or tokens:
             self._undo(block.base_len + num_accepted)
-            self.sequence += tokens
+            self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Tokens that the verifier wrote alone."""
+        """Tokens that were drafted, or that the verifier wrote."""
         self.sequence += tokens
+        if self._history is not None:
+            for token in tokens:
+                self._history.append(token)
 
     def _undo(self, length: int) -> None:
         del self.sequence[length:]
+        if self._history is not None:
+            self._history.truncate(length)
         self._model.rollback(min(self._model.kv_len, length))
         self._ended = False
 
@@ -193,4 +217,4 @@ class Drafter:
             padded = np.full(self._vocab_size, -np.inf, np.float32)
             padded[: len(logits)] = logits
             logits = padded
-        return probabilities(logits[: self._vocab_size], self._sampling)
+        return probabilities(logits[: self._vocab_size], self._sampling, self._history)

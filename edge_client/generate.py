@@ -66,8 +66,15 @@ class Conversation:
         self._verifier = verifier
         self._description = description
         self._settings = settings
+        coupled = settings.verification == "coupled"
+        # Coupled verification reads no distributions, so none are sent.
+        self._codec = "tokens" if coupled and "tokens" in description.codecs else settings.codec
         self._drafter = Drafter(
-            model or NoModel(), get_codec(settings.codec), settings.tokenizer.size, settings.eos_ids
+            model or NoModel(),
+            get_codec(self._codec),
+            settings.tokenizer.size,
+            settings.eos_ids,
+            coupled=coupled,
         )
         self._own_worker = ThreadPoolExecutor(1, "specwire-draft") if worker is None else None
         self._worker = worker or self._own_worker
@@ -158,7 +165,7 @@ class Conversation:
                 tokenizer=settings.tokenizer,
                 tokens=tokens,
                 sampling=sampling,
-                codec=settings.codec,
+                codec=self._codec,
                 verification=settings.verification,
                 max_block=min(settings.max_block, self._description.limits.max_block),
                 max_new_tokens=max_new_tokens,

@@ -57,7 +57,7 @@ class BenchEdge:
         sampling: SamplingParams,
         controller: Controller,
         codec: str = "lattice",
-        verification: str = "token",
+        verification: str = "",
         drafting: bool = True,
         eos_ids: tuple[int, ...] = (),
     ) -> TimedAnswer:

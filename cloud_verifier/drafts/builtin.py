@@ -14,10 +14,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from cloud_verifier.drafts.cache import Progress, build_folder, cache_dir, no_progress
+from cloud_verifier.drafts.cache import Progress, build_folder, no_progress
 from cloud_verifier.drafts.export import build_failed, export_draft
 from cloud_verifier.drafts.precisions import AUTO, DEFAULT_PRECISION, Q4_EXACT
 from edge_client.manifest import file_sha256, record_file
+from shared.config import cache_dir
 from shared.faults import FaultKind, SpecwireError
 
 NAME = "SmolLM2-135M-Instruct"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 import sys
 import time
@@ -21,15 +20,6 @@ _LOCK_POLL_S = 0.2
 
 def no_progress(description: str, fraction: float | None) -> None:
     """The callback for callers that show nothing."""
-
-
-def cache_dir() -> Path:
-    """Where models are kept: $SPECWIRE_CACHE, else the user's cache directory."""
-    chosen = os.environ.get("SPECWIRE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "specwire"
 
 
 def build_folder(

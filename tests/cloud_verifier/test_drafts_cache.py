@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_verifier.drafts.cache import build_folder, cache_dir, file_lock
+from cloud_verifier.drafts.cache import build_folder, file_lock
 from shared.faults import FaultKind, SpecwireError
 
 
@@ -107,11 +107,3 @@ def test_the_disk_is_named(tmp_path: Path, code: int, text: str) -> None:
         build_folder(tmp_path / "model", is_whole, failing)
     assert caught.value.kind is FaultKind.UNAVAILABLE
     assert str(tmp_path) in caught.value.text
-
-
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv("SPECWIRE_CACHE", str(tmp_path / "own"))
-    assert cache_dir() == tmp_path / "own"
-    monkeypatch.delenv("SPECWIRE_CACHE")
-    assert cache_dir() == tmp_path / "xdg" / "specwire"
