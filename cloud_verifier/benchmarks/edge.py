@@ -33,7 +33,8 @@ class TimedAnswer:
 class BenchEdge:
     """Drafts for one verifier at `address`. Every answer is a session of its own.
 
-    Unless `eos_ids` are given, every answer has exactly the length asked for.
+    Unless `eos_ids` are given, every answer has exactly the length asked for. The verification is the
+    verifier's first choice unless another is named.
     """
 
     def __init__(self, draft: Path, address: str, *, threads: int = 0) -> None:
@@ -61,10 +62,14 @@ class BenchEdge:
         drafting: bool = True,
         eos_ids: tuple[int, ...] = (),
     ) -> TimedAnswer:
-        settings = SessionSettings(
-            self.model.manifest.tokenizer, eos_ids, codec=codec, verification=verification, client="bench"
-        )
         description = await self._verifier.describe()
+        settings = SessionSettings(
+            self.model.manifest.tokenizer,
+            eos_ids,
+            codec=codec,
+            verification=verification or description.verifications[0],
+            client="bench",
+        )
         emissions: list[Emission] = []
         arrivals: list[float] = []
         async with Conversation(

@@ -182,6 +182,7 @@ def _report(
             "target": "SmolLM2-135M-Instruct",
             "dtype": dtype,
             "draft": draft,
+            "verification": "the verifier's first choice",
             "seeds": "the prompt's number",
             "tokens_per_s": "tokens after the first arrival over the time after it",
         },
