@@ -194,12 +194,11 @@ class TestSampling:
         assert all("!" <= char <= "~" for char in text)
 
     async def test_penalties_are_the_verifiers_too(self, client: AsyncOpenAI) -> None:
-        """Greedy among two letters: the penalties alone can make the less likely one come."""
+        """Greedy among two letters: only the penalty can make the less likely one come."""
         wish = {"temperature": 0, "logit_bias": {"40": 100, "41": 100}, "max_tokens": 24}
         plain = (await chat(client, **wish)).choices[0].message.content
-        for name, value in (("frequency_penalty", 2), ("presence_penalty", 2), ("repetition_penalty", 1.5)):
-            varied = await chat(client, **wish, extra_body={name: value})
-            assert varied.choices[0].message.content != plain, name
+        varied = (await chat(client, **wish, frequency_penalty=2)).choices[0].message.content
+        assert abs(varied.count("I") - varied.count("J")) < abs(plain.count("I") - plain.count("J"))
 
     async def test_top_k_of_one_is_greedy(self, client: AsyncOpenAI) -> None:
         greedy = (await chat(client, temperature=0)).choices[0].message.content
