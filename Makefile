@@ -9,7 +9,7 @@ STUBS := shared/pb/specwire/v1
 BENCH = $(PY) -m cloud_verifier.benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all system lint format proto proto-check bench-loopback bench-logits experiment-basic clean
+.PHONY: help demo test test-all system lint format proto proto-check bench-loopback bench-logits bench-capacity soak fuzz certs experiment-basic clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -54,6 +54,20 @@ bench-loopback: $(READY)  ## both sides on this machine -> bench-results/loopbac
 
 bench-logits: $(READY)  ## codecs and verifications on recorded distributions -> bench-results/logits.json
 	$(BENCH).logits $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/logits.json
+
+bench-capacity: $(READY)  ## sessions that one verifier carries, recorded drafts -> bench-results/capacity.json
+	$(BENCH).capacity $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/capacity.json
+
+soak: $(READY)  ## 32 restless clients, two verifiers, one killed every 20 s; SOAK_SECONDS=300
+	SPECWIRE_SOAK_S=$(or $(SOAK_SECONDS),300) $(PY) -m pytest -s tests/cloud_verifier/test_soak.py
+
+fuzz: $(READY)  ## coverage-guided fuzzing of all that a verifier decodes; FUZZ_SECONDS=60
+	$(PY) -m pip install --quiet atheris
+	mkdir -p bench-results
+	$(PY) tests/cloud_verifier/fuzz_decoders.py -max_total_time=$(or $(FUZZ_SECONDS),60) -artifact_prefix=bench-results/
+
+certs: $(READY)  ## certificates for development -> deploy/certs/
+	$(PY) deploy/certs.py deploy/certs
 
 experiment-basic: $(READY)  ## autoregressive against speculative: time, acceptance, perplexity, KS test
 	$(BENCH).basic $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/experiment-basic.json
