@@ -176,15 +176,17 @@ async function write() {
       finish = event.choices[0]?.finish_reason ?? finish;
       if (stay) scrollDown();
     }
-    note.textContent = summary(report, finish);
+    keepBottom(() => { note.textContent = summary(report, finish); });
     announce(`Answer: ${place.textContent}`);
   } catch (error) {
     if (controller.signal.aborted) {
-      note.textContent = "Stopped.";
+      keepBottom(() => { note.textContent = "Stopped."; });
       announce("Stopped.");
     } else {
-      note.textContent = place.textContent ? "The answer broke off here." : "No answer.";
-      note.classList.add("bad");
+      keepBottom(() => {
+        note.textContent = place.textContent ? "The answer broke off here." : "No answer.";
+        note.classList.add("bad");
+      });
       showError(error.message);
     }
   } finally {
@@ -194,7 +196,6 @@ async function write() {
       running = null;
       setRunning(false);
     }
-    if (atBottom()) scrollDown();
   }
 }
 
@@ -297,12 +298,24 @@ function setRunning(on) {
 }
 
 function announce(text) { $("status").textContent = text; }
-function showError(text) { $("error").textContent = text; $("error").hidden = false; }
+function showError(text) {
+  keepBottom(() => {
+    $("error").textContent = text;
+    $("error").hidden = false;
+  });
+}
 function hideError() { $("error").hidden = true; }
 
 const scroller = document.querySelector("main");
 const atBottom = () => scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
 const scrollDown = () => { scroller.scrollTop = scroller.scrollHeight; };
+
+/** A reader who sees the end still sees it after `change`; one who has scrolled up stays there. */
+function keepBottom(change) {
+  const stay = atBottom();
+  change();
+  if (stay) scrollDown();
+}
 
 function fit() {
   const box = $("prompt");

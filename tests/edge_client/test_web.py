@@ -132,6 +132,7 @@ class TestRealConversation:
         _process_at(address).kill()
         await expect(page.get_by_role("alert")).to_contain_text("verifier", timeout=30_000)
         await expect(page.locator(".turn").last.locator(".note")).to_have_text("The answer broke off here.")
+        await expect(page.locator(".turn").last.locator(".note")).to_be_in_viewport()
         await page.screenshot(path=SCREENSHOTS / "verifier-lost.png")
         # What was written stays, and the page can still be used.
         assert await page.locator(".turn.assistant").last.locator(".text").inner_text()
