@@ -154,6 +154,7 @@ async function write() {
   const note = turn.querySelector(".note");
   turn.classList.add("writing");
   setRunning(true);
+  scrollDown();
   const figures = new Figures();
   const chat = messages;  // a new chat may replace it meanwhile
   let report = null;
@@ -216,7 +217,6 @@ async function submit() {
   fit();
   messages.push({ role: "user", content: text });
   addTurn("user", text);
-  scrollDown();
   await write();
 }
 
