@@ -39,6 +39,9 @@ from shared.wire import ServerMessage
 REPLAY_WINDOW = 16
 """Steps whose verdicts are remembered; more than any client may have in flight."""
 
+_WORTH_A_PASS = 8
+"""So few unread tokens cost the first step next to nothing; a pass of their own would double its wait."""
+
 Sink = Callable[[ServerMessage], None]
 """Takes a message to the client that holds the session, from the engine's thread; a fault is the last one."""
 
@@ -108,8 +111,8 @@ class Session:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether the prompt may go ahead without waiting for a step."""
-        return self.wants_prefill and self.behind > 1
+        """Whether enough of the prompt is unread to go ahead without waiting for a step."""
+        return self.wants_prefill and self.behind > _WORTH_A_PASS
 
     def mark_ended(self) -> None:
         """Sets the finish reason of an answer that came with the request, from another verifier."""
