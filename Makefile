@@ -9,7 +9,8 @@ STUBS := shared/pb/specwire/v1
 BENCH = $(PY) -m cloud_verifier.benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all system lint format proto proto-check bench-loopback bench-logits bench-capacity soak fuzz certs experiment-basic clean
+.PHONY: help demo test test-all system lint format proto proto-check bench-loopback bench-logits bench-capacity soak fuzz certs experiment-basic \
+	edge-binary edge-bundle bench-client clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -71,6 +72,15 @@ certs: $(READY)  ## certificates for development -> deploy/certs/
 
 experiment-basic: $(READY)  ## autoregressive against speculative: time, acceptance, perplexity, KS test
 	$(BENCH).basic $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/experiment-basic.json
+
+edge-binary: $(READY)  ## the client as one folder that needs no Python -> dist/edge-client
+	$(PY) deploy/binary/build.py
+
+edge-bundle: $(READY)  ## that, with the built-in draft model beside it
+	$(PY) deploy/binary/build.py --with-draft
+
+bench-client: edge-binary  ## what the client costs -> bench-results/client.json
+	$(BENCH).client --out bench-results/client.json
 
 clean:  ## remove what was built here; the models in the cache stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
