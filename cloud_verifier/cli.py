@@ -63,6 +63,9 @@ def serve(
         str,
         typer.Option(help="Memory for keys and values, such as 4GiB; empty: a share of what is free."),
     ] = "",
+    max_context: Annotated[
+        int, typer.Option(help="Tokens of one session, prompt and answer; 0: all that the model can.", min=0)
+    ] = 0,
     max_sessions: Annotated[int, typer.Option(help="Sessions served at once.", min=1)] = 256,
     max_block: Annotated[int, typer.Option(help="Drafted tokens in one block at most.", min=1)] = 32,
     pass_tokens: Annotated[int, typer.Option(help="Tokens in one forward pass at most.", min=1)] = 512,
@@ -135,7 +138,7 @@ def serve(
     kv_cache_bytes = parse_bytes(kv_cache) if kv_cache else None
 
     def load() -> TargetModel:
-        return load_target(target, device, dtype, kv_cache_bytes, threads)
+        return load_target(target, device, dtype, kv_cache_bytes, threads, max_context or None)
 
     asyncio.run(_serve(config, load, authenticator, metrics_listen))
 
@@ -192,7 +195,12 @@ def new(
 
 
 def load_target(
-    target: str, device: str, dtype: str, kv_cache_bytes: int | None, threads: int
+    target: str,
+    device: str,
+    dtype: str,
+    kv_cache_bytes: int | None,
+    threads: int,
+    max_context: int | None = None,
 ) -> TargetModel:
     """Loads and warms up a target; 'builtin' fetches SmolLM2-135M-Instruct first."""
     import torch
@@ -207,7 +215,9 @@ def load_target(
         target = str(builtin_target())
     if kv_cache_bytes is None and device == "cpu":
         kv_cache_bytes = _default_cpu_cache()
-    model = TargetModel.load(target, device=device, dtype=dtype, kv_cache_bytes=kv_cache_bytes)
+    model = TargetModel.load(
+        target, device=device, dtype=dtype, kv_cache_bytes=kv_cache_bytes, max_context=max_context
+    )
     model.warm_up()
     return model
 
