@@ -17,6 +17,7 @@ import torch
 from cloud_verifier.attention import FlexFunction, attend, unsupported
 from cloud_verifier.host import free_memory_bytes, has_bfloat16_arithmetic
 from cloud_verifier.kv_pool import KvPool, LayerShape, slot_bytes
+from cloud_verifier.model_source import read_config
 from cloud_verifier.native_linear import load_kernel, pack_linears
 from cloud_verifier.pass_layout import PassSpec, Segment, prepare
 from shared.config import cache_dir
@@ -131,13 +132,14 @@ class TargetModel:
 
         Raises:
             SpecwireError: UNSUPPORTED_MODEL for a model that cannot roll back or does not attend through the
-                interface; BAD_REQUEST for an argument that this machine cannot honour.
+                interface; BAD_REQUEST for a model that is not there, or an argument that this machine cannot
+                honour.
         """
-        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
         target_device, target_dtype = _device(device), _dtype(dtype, device)
         flex = _flex(attention, target_device)
-        config = AutoConfig.from_pretrained(name_or_path)
+        config = read_config(name_or_path)
         context = _context(config, max_context)
         AttentionInterface.register(_ATTENTION, attend)
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)

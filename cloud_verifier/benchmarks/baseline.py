@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cloud_verifier.drafts.quiet import quiet_transformers
+from cloud_verifier.quiet import quiet_transformers
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from cloud_verifier.drafts.cache import Progress, build_folder, disk_error, no_p
 from cloud_verifier.drafts.exact4 import use_grids
 from cloud_verifier.drafts.graph import specialise
 from cloud_verifier.drafts.precisions import AUTO, DEFAULT_PRECISION, PRECISIONS, Q4_EXACT
-from cloud_verifier.drafts.quiet import quiet_transformers
+from cloud_verifier.model_source import read_config
 from edge_client.manifest import (
     MANIFEST_NAME,
     MODEL_NAME,
@@ -78,7 +78,7 @@ def export_draft(
 
     def build(folder: Path) -> None:
         progress(f"Looking for {label}", None)
-        _check_model(source)
+        read_config(source)
         chosen = precision
         if precision == AUTO:
             chosen = Q4_EXACT if _comes_from_four_bits(source) else "int8"
@@ -92,28 +92,6 @@ def export_draft(
     return build_folder(out, is_whole, build, progress)
 
 
-def _check_model(source: str) -> None:
-    """Read the model's configuration, which is cheap and tells whether the model exists."""
-    if _looks_like_path(source) and not (Path(source) / "config.json").is_file():
-        what = "has no config.json" if Path(source).is_dir() else "does not exist"
-        raise SpecwireError(
-            FaultKind.BAD_REQUEST,
-            f"The folder {source} {what}.",
-            "Give a Hugging Face model folder, or a hub name such as TinyLlama/TinyLlama-1.1B-Chat-v1.0.",
-        )
-    with quiet_transformers():
-        from transformers import AutoConfig
-
-        try:
-            AutoConfig.from_pretrained(source)
-        except Exception as error:
-            raise SpecwireError(
-                FaultKind.BAD_REQUEST,
-                f"The model '{source}' is neither a folder here nor a model that the hub gives.",
-                "Check the name and the network; for a gated model, log in with `hf auth login` first.",
-            ) from error
-
-
 def _comes_from_four_bits(source: str) -> bool:
     """Whether a local model's first linear weight has a 4-bit grid; nothing is downloaded to find out."""
     from safetensors import safe_open
@@ -125,11 +103,6 @@ def _comes_from_four_bits(source: str) -> bool:
                     weight = tensors.get_tensor(name).float().numpy()
                     return recover_grid(weight.T) is not None
     return False
-
-
-def _looks_like_path(source: str) -> bool:
-    path = Path(source).expanduser()
-    return path.exists() or path.is_absolute() or source.startswith(".") or source.count("/") > 1
 
 
 def _run_builder(source: str, out: Path, precision: str, cache: Path | None) -> None:

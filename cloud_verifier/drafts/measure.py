@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloud_verifier.drafts.cache import Progress, no_progress
-from cloud_verifier.drafts.quiet import quiet_transformers
+from cloud_verifier.quiet import quiet_transformers
 from edge_client.chat_template import render
 from edge_client.draft_model import DraftModel
 

@@ -85,3 +85,18 @@ def test_serve_answers_probes_and_ends_at_sigterm(tiny_target: Path):
             process.kill()
     assert process.returncode == 0
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("target", ["/no/such/folder", "no-such-name"])
+def test_a_target_that_is_not_there_is_one_sentence(target: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from cloud_verifier.cli import main; main()"]
+        + ["serve", "--insecure", "--listen", "127.0.0.1:0", "--target", target],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert target in done.stderr
+    assert "Traceback" not in done.stderr
