@@ -60,15 +60,15 @@ async def _write(
     verification: str = "token",
     eos_ids: tuple[int, ...] = (),
     cloud_only: bool = False,
-    drafter: Model | None = None,
+    drafter: Callable[[], Model] | None = None,
 ) -> Result:
-    """One answer; `drafter` replaces the model but keeps its tokenizer."""
+    """One answer; `drafter` makes what drafts in the model's place, with its tokenizer."""
     settings = SessionSettings(
         model.manifest.tokenizer, eos_ids, codec=codec, verification=verification, client="test"
     )
     plan = Plan(cloud_tokens=max_new_tokens) if cloud_only else Plan(k=k, ahead=ahead)
     description = await verifier.describe()
-    used = None if cloud_only else drafter or model
+    used = None if cloud_only else drafter() if drafter else model
     async with Conversation(verifier, description, used, settings) as conversation:
         async for event in conversation.answer(
             prompt, sampling=sampling, max_new_tokens=max_new_tokens, controller=FixedController(plan)
