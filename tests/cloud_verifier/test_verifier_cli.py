@@ -89,9 +89,9 @@ def test_serve_answers_probes_and_ends_at_sigterm(tiny_target: Path):
 
 @pytest.mark.parametrize("target", ["/no/such/folder", "no-such-name"])
 def test_a_target_that_is_not_there_is_one_sentence(target: str) -> None:
+    command = [sys.executable, "-c", "from cloud_verifier.cli import main; main()", "serve"]
     done = subprocess.run(
-        [sys.executable, "-c", "from cloud_verifier.cli import main; main()"]
-        + ["serve", "--insecure", "--listen", "127.0.0.1:0", "--target", target],
+        [*command, "--insecure", "--listen", "127.0.0.1:0", "--target", target],
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
