@@ -33,11 +33,7 @@ def check_open(message: Open, description: Description) -> Open:
     check_same_tokenizer(message.tokenizer, description.tokenizer)
     if message.codec not in description.codecs:
         get_codec(message.codec)  # names the known ones
-        raise SpecwireError(
-            FaultKind.UNKNOWN_CODEC,
-            f"This verifier does not accept the codec {message.codec!r}.",
-            f"Choose one of: {', '.join(description.codecs)}.",
-        )
+        raise _codec_refused(message.codec, description)
     if message.verification not in description.verifications:
         raise SpecwireError(
             FaultKind.UNKNOWN_VERIFICATION,
@@ -135,12 +131,7 @@ def check_block(message: DraftBlock, opened: Open, description: Description) -> 
     _check_tokens(message.tokens, description.tokenizer.size, message.step)
     name = message.codec or opened.codec
     if name not in description.codecs:
-        raise SpecwireError(
-            FaultKind.UNKNOWN_CODEC,
-            f"This verifier does not accept the codec {name!r}.",
-            f"Choose one of: {', '.join(description.codecs)}.",
-            step=message.step,
-        )
+        raise _codec_refused(name, description, message.step)
     codec = get_codec(name)
     bound = codec.max_payload_bytes(num_drafted, description.tokenizer.size)
     if len(message.payload) > bound:
@@ -193,6 +184,15 @@ def check_step(message: Append | Generate, description: Description) -> None:
     _check_tokens(message.tokens, description.tokenizer.size, message.step)
     if message.sampling is not None:
         check_sampling(message.sampling, description.tokenizer.size)
+
+
+def _codec_refused(name: str, description: Description, step: int = 0) -> SpecwireError:
+    return SpecwireError(
+        FaultKind.UNKNOWN_CODEC,
+        f"This verifier does not accept the codec {name!r}.",
+        f"Choose one of: {', '.join(description.codecs)}.",
+        step=step,
+    )
 
 
 def _check_tokens(tokens: tuple[int, ...], vocab_size: int, step: int = 0) -> None:
