@@ -1,27 +1,31 @@
-"""What the machine has: free memory for the slots, and arithmetic in bfloat16."""
+"""What the machine has: free memory for the slots, and the instructions of its CPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def free_memory_bytes(device: torch.device) -> int:
     """Bytes that may still be taken on `device`; on a CPU, what the machine and the control group leave."""
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_machine_free(Path("/proc/meminfo")), _cgroup_free(Path("/sys/fs/cgroup")))
 
 
-def has_bfloat16_arithmetic(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies in bfloat16 itself (x86: AVX-512 or AMX; Arm: its BF16 extension)."""
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Instruction sets of the CPU by Linux's names ("avx512f", "asimd"); empty where Linux does not say."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return False
+        return frozenset()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+    return frozenset(flags.partition(":")[2].split())
 
 
 def _machine_free(meminfo: Path) -> int:

@@ -1,32 +1,40 @@
 /* y = x W^T for a few rows of x, as fast as memory delivers W.
  *
- * W [N, K] arrives as panels of 16 rows, transposed: w[N / 16][K][16]. A panel is read once from memory, in
- * chunks of K that stay in the first-level cache while every group of rows of x passes over them. Each group
- * keeps its 16 sums a row in registers. Summing chunk by chunk keeps the rounding error small; the order depends
+ * W [N, K] arrives as panels of WIDTH rows, transposed: w[N / WIDTH][K][WIDTH]. A panel is read once from memory,
+ * in chunks of K that stay in the first-level cache while every group of rows of x passes over them. Each group
+ * keeps its WIDTH sums a row in registers. Summing chunk by chunk keeps the rounding error small; the order depends
  * on K alone, so that a row's result does not depend on the rest of the batch or on the number of threads.
  */
 #include <stddef.h>
 
-typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias)); /* reads and writes anywhere */
+#ifdef __AVX512F__ /* 32 registers of 16 floats */
+enum { LANES = 16, GROUP = 12 };
+#else /* 16 registers of 8, the size that compilers also split well for other CPUs */
+enum { LANES = 8, GROUP = 6 };
+#endif
+enum { WIDTH = 2 * LANES, CHUNK = 192, AHEAD = 128 * LANES };
 
-enum { WIDTH = 16, CHUNK = 192, GROUP = 6 };
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* reads and writes anywhere */
 
-/* Adds x [m, k] times one chunk of a panel, w [k][16], to y [m, 16]; `first` overwrites y. Inlined for
+/* Rows of W in a panel. */
+size_t specwire_linear_width(void) { return WIDTH; }
+
+/* Adds x [m, k] times one chunk of a panel, w [k][WIDTH], to y [m, WIDTH]; `first` overwrites y. Inlined for
  * each m, so that the loops over i vanish and the sums live in registers. */
 static inline __attribute__((always_inline)) void group(size_t m, const float *x, size_t ldx, const float *w,
                                                         size_t k, float *y, size_t ldy, int first) {
-    v8 left[GROUP] = {{0}}, right[GROUP] = {{0}};
+    vec left[GROUP] = {{0}}, right[GROUP] = {{0}};
     for (size_t j = 0; j < k; j++) {
-        const v8 *wj = (const v8 *)(w + WIDTH * j);
-        const v8 w_left = wj[0], w_right = wj[1];
-        __builtin_prefetch(w + WIDTH * j + 1024);
+        const vec *wj = (const vec *)(w + WIDTH * j);
+        const vec w_left = wj[0], w_right = wj[1];
+        for (size_t i = 0; i < WIDTH; i += 16) __builtin_prefetch(w + WIDTH * j + AHEAD + i);
         for (size_t i = 0; i < m; i++) {
             left[i] += w_left * x[i * ldx + j];
             right[i] += w_right * x[i * ldx + j];
         }
     }
     for (size_t i = 0; i < m; i++) {
-        v8 *yi = (v8 *)(y + i * ldy);
+        vec *yi = (vec *)(y + i * ldy);
         if (!first) {
             left[i] += yi[0];
             right[i] += yi[1];
@@ -35,6 +43,9 @@ static inline __attribute__((always_inline)) void group(size_t m, const float *x
         yi[1] = right[i];
     }
 }
+
+#define SPECWIRE_GROUP(rows) \
+    case rows: group(rows, xs, k, ws, len, ys, n, at == 0); break;
 
 static void panel(const float *x, size_t m, size_t k, const float *w, float *y, size_t n) {
     for (size_t at = 0; at < k; at += CHUNK) {
@@ -46,19 +57,19 @@ static void panel(const float *x, size_t m, size_t k, const float *w, float *y, 
             const float *xs = x + row * k + at, *ws = w + at * WIDTH;
             float *ys = y + row * n;
             switch (size) {
-                case 1: group(1, xs, k, ws, len, ys, n, at == 0); break;
-                case 2: group(2, xs, k, ws, len, ys, n, at == 0); break;
-                case 3: group(3, xs, k, ws, len, ys, n, at == 0); break;
-                case 4: group(4, xs, k, ws, len, ys, n, at == 0); break;
-                case 5: group(5, xs, k, ws, len, ys, n, at == 0); break;
-                default: group(6, xs, k, ws, len, ys, n, at == 0); break;
+                SPECWIRE_GROUP(1) SPECWIRE_GROUP(2) SPECWIRE_GROUP(3) SPECWIRE_GROUP(4) SPECWIRE_GROUP(5)
+#ifdef __AVX512F__
+                SPECWIRE_GROUP(6) SPECWIRE_GROUP(7) SPECWIRE_GROUP(8) SPECWIRE_GROUP(9) SPECWIRE_GROUP(10)
+                SPECWIRE_GROUP(11)
+#endif
+                default: group(GROUP, xs, k, ws, len, ys, n, at == 0); break;
             }
             row += size;
         }
     }
 }
 
-/* x [m, k], w [panels][k][16], bias [16 * panels] or null, y [m, 16 * panels]; all float32 and dense. */
+/* x [m, k], w [panels][k][WIDTH], bias [WIDTH * panels] or null, y [m, WIDTH * panels]; all float32 and dense. */
 void specwire_linear(const float *x, size_t m, size_t k, const float *w, size_t panels, const float *bias,
                      float *y, int threads) {
     const size_t n = panels * WIDTH;

@@ -17,19 +17,27 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from cloud_verifier.host import cpu_flags
+
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("linear.c")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=gnu11", "-fPIC", "-fopenmp")
-_WIDTH = 16  # columns of a panel, as in linear.c
 _COMPILE_TIMEOUT_S = 120
 
-Kernel = Callable[..., None]
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The compiled product, and how many outputs a panel of its packed weights holds."""
+
+    function: Callable[..., None]
+    width: int
 
 
 def load_kernel(cache: Path) -> Kernel | None:
@@ -47,13 +55,16 @@ def load_kernel(cache: Path) -> Kernel | None:
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     function.argtypes = [pointer, size, size, pointer, size, pointer, pointer, ctypes.c_int]
     function.restype = None
-    return function
+    library.specwire_linear_width.restype = size
+    return Kernel(function, library.specwire_linear_width())
 
 
 def _compiled(compiler: str, cache: Path) -> Path:
     """Path of the shared library for this source, compiler and CPU."""
     key = hashlib.sha256(_SOURCE.read_bytes())
-    key.update(repr((compiler, _FLAGS, platform.machine(), _cpu_flags())).encode())
+    key.update(
+        repr((compiler, _FLAGS, platform.machine(), platform.processor(), sorted(cpu_flags()))).encode()
+    )
     library = cache / f"linear-{key.hexdigest()[:16]}.so"
     if library.exists():
         return library
@@ -73,53 +84,50 @@ def _compiled(compiler: str, cache: Path) -> Path:
     return library
 
 
-def _cpu_flags() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
 class PackedLinear(nn.Module):
-    """Stands in for `nn.Linear`: the same product, from weights packed into panels of 16 outputs.
+    """Stands in for `nn.Linear`: the same product, from weights packed into panels of `kernel.width` outputs.
 
     A row's result does not depend on the other rows of the batch, bit for bit.
     """
 
-    panels: torch.Tensor  # [panels, in, 16]
-    bias: torch.Tensor | None  # [16 * panels]
+    panels: torch.Tensor  # [panels, in, width]
+    bias: torch.Tensor | None  # [width * panels]
 
     def __init__(self, linear: nn.Linear, kernel: Kernel) -> None:
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
-        self._kernel = kernel
-        self._num_panels = -(-self.out_features // _WIDTH)
+        self._kernel = kernel.function
+        self._num_panels = -(-self.out_features // kernel.width)
+        self._num_outputs = self._num_panels * kernel.width
         weight = linear.weight.detach()
         bias = None if linear.bias is None else linear.bias.detach()
-        missing = self._num_panels * _WIDTH - self.out_features
+        missing = self._num_outputs - self.out_features
         if missing:
             weight = nn.functional.pad(weight, (0, 0, 0, missing))
             bias = None if bias is None else nn.functional.pad(bias, (0, missing))
-        panels = weight.view(self._num_panels, _WIDTH, self.in_features).transpose(1, 2).contiguous()
+        panels = weight.view(self._num_panels, kernel.width, self.in_features).transpose(1, 2).contiguous()
         self.register_buffer("panels", panels, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
+        self._panels_at = panels.data_ptr()
+        self._bias_at = None if bias is None else bias.data_ptr()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
         rows = inputs.reshape(-1, self.in_features).contiguous()
-        outputs = rows.new_empty(rows.shape[0], self._num_panels * _WIDTH)
+        outputs = rows.new_empty(rows.shape[0], self._num_outputs)
         self._kernel(
             rows.data_ptr(),
             rows.shape[0],
             self.in_features,
-            self.panels.data_ptr(),
+            self._panels_at,
             self._num_panels,
-            None if self.bias is None else self.bias.data_ptr(),
+            self._bias_at,
             outputs.data_ptr(),
             torch.get_num_threads(),
         )
-        return outputs[:, : self.out_features].view(*inputs.shape[:-1], self.out_features)
+        if self._num_outputs != self.out_features:
+            outputs = outputs[:, : self.out_features]
+        return outputs.view(*inputs.shape[:-1], self.out_features)
 
 
 def pack_linears(model: nn.Module, kernel: Kernel) -> int:

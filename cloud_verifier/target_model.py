@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cloud_verifier.attention import FlexFunction, attend, unsupported
-from cloud_verifier.host import free_memory_bytes, has_bfloat16_arithmetic
+from cloud_verifier.host import free_memory_bytes
 from cloud_verifier.kv_pool import KvPool, LayerShape, slot_bytes
 from cloud_verifier.model_source import read_config
 from cloud_verifier.native_linear import load_kernel, pack_linears
@@ -120,8 +120,7 @@ class TargetModel:
         Args:
             name_or_path: a folder that transformers can load, or a name on its hub.
             device: "cpu", "cuda" or "cuda:N".
-            dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the device computes in it, else
-                float32.
+            dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, else bfloat16.
             num_slots: tokens that the pool holds; overrides `kv_cache_bytes`.
             kv_cache_bytes: size of the pool; None takes a share of the free memory.
             max_sessions: the pool chosen from free memory is no larger than this many whole contexts.
@@ -316,8 +315,9 @@ def _device(device: str) -> torch.device:
 
 def _dtype(dtype: str, device: str) -> torch.dtype:
     if dtype == "auto":
-        native = not device.startswith("cpu") or has_bfloat16_arithmetic()
-        return torch.bfloat16 if native else torch.float32
+        # With the native layers float32 is as fast as bfloat16 even where a CPU computes in that, and the text
+        # of a session is then the same whatever shares its passes.
+        return torch.float32 if device.startswith("cpu") else torch.bfloat16
     if dtype not in _DTYPES:
         raise SpecwireError(
             FaultKind.BAD_REQUEST, f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(_DTYPES)}."

@@ -2,7 +2,7 @@
 
 import torch
 
-from cloud_verifier.host import _cgroup_free, _machine_free, free_memory_bytes, has_bfloat16_arithmetic
+from cloud_verifier.host import _cgroup_free, _machine_free, cpu_flags, free_memory_bytes
 
 
 def test_memory_of_the_machine_and_of_the_control_group(tmp_path):
@@ -20,12 +20,10 @@ def test_some_memory_is_free_here():
     assert 0 < free_memory_bytes(torch.device("cpu")) < 1 << 50
 
 
-def test_bfloat16_is_native_only_where_the_cpu_says_so(tmp_path):
+def test_the_flags_of_the_cpu(tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
-    assert not has_bfloat16_arithmetic(cpuinfo)
+    assert cpu_flags(cpuinfo) == frozenset()
     cpuinfo.write_text("model name: x\nflags\t\t: fpu avx2 avx512f\n")
-    assert not has_bfloat16_arithmetic(cpuinfo)
-    cpuinfo.write_text("flags\t\t: fpu avx512_bf16\n")
-    assert has_bfloat16_arithmetic(cpuinfo)
+    assert cpu_flags(cpuinfo) == {"fpu", "avx2", "avx512f"}
     cpuinfo.write_text("Features\t: fp asimd bf16\n")
-    assert has_bfloat16_arithmetic(cpuinfo)
+    assert cpu_flags(cpuinfo) == {"fp", "asimd", "bf16"}
