@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 
 from cloud_verifier.auth import Identity
-from cloud_verifier.observer import Observer
-from cloud_verifier.passes import PassRecord, PassRunner, StepEmulation, Target
+from cloud_verifier.observer import Observer, PassRecord
+from cloud_verifier.passes import PassRunner, StepEmulation, Target
 from cloud_verifier.registry import EngineLimits, Registry
 from cloud_verifier.scheduler import Budget, plan
 from cloud_verifier.sessions import Session, Sink, Step

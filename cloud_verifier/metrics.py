@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily
 
-from cloud_verifier.observer import Observer
-from cloud_verifier.passes import PassRecord
+from cloud_verifier.observer import Observer, PassRecord
 from shared.faults import FaultKind
 from shared.messages import Load, Tokens, Verdict
 

@@ -1,12 +1,37 @@
-"""What the engine reports of its work: a class of empty methods, to be overridden by whoever counts."""
+"""What the engine reports of its work: records, and a class of empty methods for whoever counts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from cloud_verifier.passes import PassRecord
-    from shared.faults import FaultKind
+from shared.faults import FaultKind
+from shared.messages import Tokens, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One reply of a pass. `first_token_s` is set when it carries the first token of an answer."""
+
+    reply: Verdict | Tokens
+    num_drafted: int
+    codec: str
+    round_s: float  # from the arrival of the step to the reply
+    first_token_s: float | None
+    since_last_s: float | None  # since the session's previous tokens left
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """What one pass did. Durations in seconds, of the engine's clock; `busy_s` is the whole of it, from the
+    moment that the engine woke up, commands and planning included."""
+
+    num_sessions: int
+    num_tokens: int
+    num_prefill_tokens: int
+    forward_s: float
+    verification_s: float
+    busy_s: float
+    answered: tuple[Answered, ...]
 
 
 class Observer:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from cloud_verifier.kv_pool import KvPool
-from cloud_verifier.observer import Observer
+from cloud_verifier.observer import Answered, Observer, PassRecord
 from cloud_verifier.registry import Registry
 from cloud_verifier.scheduler import Work
 from cloud_verifier.sessions import Session, Step
@@ -49,32 +49,6 @@ class StepEmulation:
 
     def seconds(self, num_tokens: int) -> float:
         return (self.base_ms + self.per_token_ms * num_tokens) / 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """One reply of a pass. `first_token_s` is set when it carries the first token of an answer."""
-
-    reply: Verdict | Tokens
-    num_drafted: int
-    codec: str
-    round_s: float  # from the arrival of the step to the reply
-    first_token_s: float | None
-    since_last_s: float | None  # since the session's previous tokens left
-
-
-@dataclass(frozen=True, slots=True)
-class PassRecord:
-    """What one pass did. Durations in seconds, of the engine's clock; `busy_s` is the whole of it, from the
-    moment that the engine woke up, commands and planning included."""
-
-    num_sessions: int
-    num_tokens: int
-    num_prefill_tokens: int
-    forward_s: float
-    verification_s: float
-    busy_s: float
-    answered: tuple[Answered, ...]
 
 
 Piece = tuple[Work, NDArray[np.int64]]

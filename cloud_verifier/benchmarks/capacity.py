@@ -27,8 +27,7 @@ from cloud_verifier.auth import Identity
 from cloud_verifier.benchmarks.report import Spread, write_report
 from cloud_verifier.cli import load_target, prepare_threads
 from cloud_verifier.engine import Engine
-from cloud_verifier.observer import Observer
-from cloud_verifier.passes import PassRecord
+from cloud_verifier.observer import Observer, PassRecord
 from edge_client.chat_template import render
 from edge_client.draft_model import DraftModel
 from edge_client.drafting import Drafter
