@@ -8,17 +8,24 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from edge_client.options import (
+    CONNECTION,
+    MODEL,
+    SAMPLING,
+    SPECULATION,
+    Options,
+    option,
+    takes_options,
+)
 from shared.config import apply_config
 from shared.faults import FaultKind, SpecwireError
 
 if TYPE_CHECKING:
-    from edge_client.startup import Options
     from edge_client.terminal import Terminal
 
 # Exit codes, for scripts.
@@ -37,69 +44,13 @@ app = typer.Typer(
     "Exit codes: 0 done, 1 something is wrong, 2 wrong use, 3 the verifier is away or busy, 130 interrupted.",
 )
 
-_ENDPOINT, _CONNECTION, _MODEL, _SAMPLING, _SPECULATION, _OUTPUT = (
-    "Endpoint",
-    "Connection",
-    "Draft model",
-    "Sampling",
-    "Speculation",
-    "Output",
-)
+_ENDPOINT, _OUTPUT = "Endpoint", "Output"
 
-
-def _option(panel: str, text: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
-
-
-VerifierOption = Annotated[
-    str, _option(_CONNECTION, "Verifier's host:port; several with commas are tried in turn.")
-]
-InsecureOption = Annotated[bool, _option(_CONNECTION, "Plain text instead of TLS.", "--insecure")]
-TlsCaOption = Annotated[
-    Path | None, _option(_CONNECTION, "Authority (PEM) to trust beside the system's.", show_default=False)
-]
-TokenOption = Annotated[
-    str, _option(_CONNECTION, "Bearer token; better set as SPECWIRE_TOKEN.", show_default=False)
-]
-ConnectTimeoutOption = Annotated[float, _option(_CONNECTION, "Seconds for an address to answer.", min=0.1)]
-PatienceOption = Annotated[
-    float, _option(_CONNECTION, "Seconds to wait for a verifier that is lost mid-answer.", min=0)
-]
-DraftOption = Annotated[
-    str, _option(_MODEL, "Draft folder; 'builtin' is the one of `cloud-verifier draft builtin`.")
-]
-ThreadsOption = Annotated[int, _option(_MODEL, "CPU threads of the draft; 0 takes every core.", min=0)]
-TemperatureOption = Annotated[float, _option(_SAMPLING, "0 always takes the likeliest token.")]
-TopKOption = Annotated[int, _option(_SAMPLING, "Only the K likeliest tokens; 0 is off.")]
-TopPOption = Annotated[float, _option(_SAMPLING, "Only the likeliest tokens that hold this mass; 1 is off.")]
-MinPOption = Annotated[
-    float, _option(_SAMPLING, "Only tokens at least this likely, relative to the best; 0 is off.")
-]
-SeedOption = Annotated[
-    int, _option(_SAMPLING, "The same seed gives the same text, above temperature 0 only with a fixed --k.")
-]
-MaxTokensOption = Annotated[int, _option(_SAMPLING, "Tokens of an answer at most.", min=1)]
-KOption = Annotated[str, _option(_SPECULATION, "Tokens drafted in a block; 'auto' goes by what is measured.")]
-AheadOption = Annotated[
-    str,
-    _option(_SPECULATION, "Further blocks to send before a verdict is back; with a fixed --k, auto is 0."),
-]
-CodecOption = Annotated[
-    str, _option(_SPECULATION, "How distributions are sent; empty takes the verifier's first choice.")
-]
-VerificationOption = Annotated[
-    str, _option(_SPECULATION, "The verifier's rule; empty takes its first choice.")
-]
-CloudOnlyOption = Annotated[
-    bool, _option(_SPECULATION, "Do not draft; the cloud writes alone.", "--cloud-only")
-]
-StatsOption = Annotated[bool, _option(_OUTPUT, "Figures after each answer.", "--stats")]
+SystemOption = Annotated[str, option(_OUTPUT, "System message before the conversation.")]
 ShowOriginOption = Annotated[
-    bool, _option(_OUTPUT, "Colour each token by where it came from.", "--show-origin")
+    bool, option(_OUTPUT, "Colour each token by where it came from.", "--show-origin")
 ]
-SystemOption = Annotated[str, _option(_OUTPUT, "System message before the conversation.")]
-
-DEFAULT_VERIFIER = "127.0.0.1:7070"
+StatsOption = Annotated[bool, option(_OUTPUT, "Figures after each answer.", "--stats")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -126,36 +77,19 @@ def root(
 
 
 @app.command()
+@takes_options(CONNECTION, MODEL, SAMPLING, SPECULATION)
 def run(
     prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from standard input.")],
-    verifier: VerifierOption = DEFAULT_VERIFIER,
-    insecure: InsecureOption = False,
-    tls_ca: TlsCaOption = None,
-    token: TokenOption = "",
-    connect_timeout: ConnectTimeoutOption = 5.0,
-    patience: PatienceOption = 60.0,
-    draft: DraftOption = "builtin",
-    threads: ThreadsOption = 0,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    seed: SeedOption = 0,
-    max_tokens: MaxTokensOption = 512,
-    k: KOption = "auto",
-    ahead: AheadOption = "auto",
-    codec: CodecOption = "",
-    verification: VerificationOption = "",
-    cloud_only: CloudOnlyOption = False,
+    options: Options,
     system: SystemOption = "",
     raw: Annotated[
-        bool, _option(_OUTPUT, "Continue the prompt as it is, without chat template.", "--raw")
+        bool, option(_OUTPUT, "Continue the prompt as it is, without chat template.", "--raw")
     ] = False,
-    as_json: Annotated[bool, _option(_OUTPUT, "One JSON object instead of text.", "--json")] = False,
+    as_json: Annotated[bool, option(_OUTPUT, "One JSON object instead of text.", "--json")] = False,
     show_origin: ShowOriginOption = False,
     stats: StatsOption = False,
     explain: Annotated[
-        bool, _option(_OUTPUT, "What auto measured and chose, each round.", "--explain")
+        bool, option(_OUTPUT, "What auto measured and chose, each round.", "--explain")
     ] = False,
 ) -> None:
     """Answer one prompt, streaming to standard output."""
@@ -163,7 +97,6 @@ def run(
 
     from edge_client.terminal import Terminal
 
-    options = _options(locals())
     text = sys.stdin.read() if prompt == "-" else prompt
     terminal = Terminal(show_origin=show_origin, quiet=as_json)
     asyncio.run(_run(options, terminal, text, system, raw=raw, as_json=as_json, stats=stats, explain=explain))
@@ -210,26 +143,9 @@ async def _run(
 
 
 @app.command()
+@takes_options(CONNECTION, MODEL, SAMPLING, SPECULATION, temperature=0.7, top_p=0.95, max_tokens=1024)
 def chat(
-    verifier: VerifierOption = DEFAULT_VERIFIER,
-    insecure: InsecureOption = False,
-    tls_ca: TlsCaOption = None,
-    token: TokenOption = "",
-    connect_timeout: ConnectTimeoutOption = 5.0,
-    patience: PatienceOption = 60.0,
-    draft: DraftOption = "builtin",
-    threads: ThreadsOption = 0,
-    temperature: TemperatureOption = 0.7,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 0.95,
-    min_p: MinPOption = 0.0,
-    seed: SeedOption = 0,
-    max_tokens: MaxTokensOption = 1024,
-    k: KOption = "auto",
-    ahead: AheadOption = "auto",
-    codec: CodecOption = "",
-    verification: VerificationOption = "",
-    cloud_only: CloudOnlyOption = False,
+    options: Options,
     system: SystemOption = "",
     show_origin: ShowOriginOption = False,
     stats: StatsOption = False,
@@ -242,7 +158,6 @@ def chat(
     from edge_client.startup import open_client
     from edge_client.terminal import Terminal
 
-    options = _options(locals())
     terminal = Terminal(show_origin=show_origin)
     # One event loop for all turns, and none while a person types: Ctrl-C then ends what runs, no more.
     with asyncio.Runner() as runner:
@@ -256,26 +171,10 @@ def chat(
 
 
 @app.command()
+@takes_options(CONNECTION, MODEL, SAMPLING, SPECULATION, without=("cloud_only",), max_tokens=128)
 def bench(
-    verifier: VerifierOption = DEFAULT_VERIFIER,
-    insecure: InsecureOption = False,
-    tls_ca: TlsCaOption = None,
-    token: TokenOption = "",
-    connect_timeout: ConnectTimeoutOption = 5.0,
-    patience: PatienceOption = 60.0,
-    draft: DraftOption = "builtin",
-    threads: ThreadsOption = 0,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    seed: SeedOption = 0,
-    max_tokens: MaxTokensOption = 128,
-    k: KOption = "auto",
-    ahead: AheadOption = "auto",
-    codec: CodecOption = "",
-    verification: VerificationOption = "",
-    prompts: Annotated[int, _option(_OUTPUT, "Prompts to measure with.", min=1)] = 4,
+    options: Options,
+    prompts: Annotated[int, option(_OUTPUT, "Prompts to measure with.", min=1)] = 4,
 ) -> None:
     """Measure tokens per second with speculation and with the cloud alone; JSON to standard output."""
     import asyncio
@@ -286,7 +185,7 @@ def bench(
     from edge_client.startup import open_client
     from edge_client.terminal import Terminal, print_json
 
-    options, terminal = _options(locals()), Terminal()
+    terminal = Terminal()
 
     async def measure() -> dict[str, Any]:
         async with open_client(options, terminal.notice) as client:
@@ -307,20 +206,8 @@ def bench(
 
 
 @app.command()
-def doctor(
-    verifier: VerifierOption = DEFAULT_VERIFIER,
-    insecure: InsecureOption = False,
-    tls_ca: TlsCaOption = None,
-    token: TokenOption = "",
-    connect_timeout: ConnectTimeoutOption = 5.0,
-    patience: PatienceOption = 10.0,
-    draft: DraftOption = "builtin",
-    threads: ThreadsOption = 0,
-    k: KOption = "auto",
-    ahead: AheadOption = "auto",
-    codec: CodecOption = "",
-    verification: VerificationOption = "",
-) -> None:
+@takes_options(CONNECTION, MODEL, SPECULATION, without=("cloud_only",), patience=10.0)
+def doctor(options: Options) -> None:
     """Check draft, verifier, connection and speed, and say how to fix what is wrong (exit code 1)."""
     import asyncio
 
@@ -337,44 +224,34 @@ def doctor(
         if not check.ok and check.remedy:
             out.print(Text(f"      {'':12}  {check.remedy}", "yellow"), soft_wrap=True)
 
-    if not asyncio.run(examine(_options(locals()), report)):
+    if not asyncio.run(examine(options, report)):
         raise typer.Exit(WRONG)
 
 
 @app.command()
+@takes_options(CONNECTION, MODEL, SPECULATION, patience=10.0)
 def serve(
-    host: Annotated[str, _option(_ENDPOINT, "Address to listen on; the default is this machine alone.")] = (
+    *,
+    host: Annotated[str, option(_ENDPOINT, "Address to listen on; the default is this machine alone.")] = (
         "127.0.0.1"
     ),
     port: Annotated[
-        int, _option(_ENDPOINT, "Port to listen on; 0 picks a free one.", min=0, max=65535)
+        int, option(_ENDPOINT, "Port to listen on; 0 picks a free one.", min=0, max=65535)
     ] = 8080,
     api_key: Annotated[
-        str, _option(_ENDPOINT, "What clients must give; better set as SPECWIRE_API_KEY.", show_default=False)
+        str, option(_ENDPOINT, "What clients must give; better set as SPECWIRE_API_KEY.", show_default=False)
     ] = "",
     allow_no_key: Annotated[
-        bool, _option(_ENDPOINT, "Listen beyond this machine without an API key.", "--allow-no-key")
+        bool, option(_ENDPOINT, "Listen beyond this machine without an API key.", "--allow-no-key")
     ] = False,
     allow_origin: Annotated[
-        str, _option(_ENDPOINT, "Web origins, with commas, whose pages may read answers (CORS).")
+        str, option(_ENDPOINT, "Web origins, with commas, whose pages may read answers (CORS).")
     ] = "",
     contexts: Annotated[
-        int, _option(_ENDPOINT, "Answers written at once; each keeps its conversation in memory.", min=1)
+        int, option(_ENDPOINT, "Answers written at once; each keeps its conversation in memory.", min=1)
     ] = 8,
-    model_alias: Annotated[str, _option(_ENDPOINT, "Another name that clients may use for the model.")] = "",
-    verifier: VerifierOption = DEFAULT_VERIFIER,
-    insecure: InsecureOption = False,
-    tls_ca: TlsCaOption = None,
-    token: TokenOption = "",
-    connect_timeout: ConnectTimeoutOption = 5.0,
-    patience: PatienceOption = 10.0,
-    draft: DraftOption = "builtin",
-    threads: ThreadsOption = 0,
-    k: KOption = "auto",
-    ahead: AheadOption = "auto",
-    codec: CodecOption = "",
-    verification: VerificationOption = "",
-    cloud_only: CloudOnlyOption = False,
+    model_alias: Annotated[str, option(_ENDPOINT, "Another name that clients may use for the model.")] = "",
+    options: Options,
 ) -> None:
     """An OpenAI-compatible endpoint and a chat page, for programs and browsers on this machine."""
     import asyncio
@@ -388,14 +265,7 @@ def serve(
     def ready(url: str) -> None:
         typer.echo(f"Serving on {url} (API at {url}/v1, chat page at {url}/); Ctrl-C ends it.")
 
-    asyncio.run(serve_endpoint(_options(locals()), config, ready, lambda text: typer.echo(text, err=True)))
-
-
-def _options(values: dict[str, Any]) -> Options:
-    """The command's arguments that `Options` has a field for."""
-    from edge_client.startup import Options
-
-    return Options(**{field.name: values[field.name] for field in fields(Options) if field.name in values})
+    asyncio.run(serve_endpoint(options, config, ready, lambda text: typer.echo(text, err=True)))
 
 
 def main() -> None:

@@ -13,9 +13,10 @@ from edge_client.connection import Verifier
 from edge_client.drafting import Drafter
 from edge_client.generate import Conversation
 from edge_client.manifest import DraftManifest, read_manifest, verify_files
+from edge_client.options import Options
 from edge_client.prompts import plain_prompt
 from edge_client.results import Result
-from edge_client.startup import Client, Options, draft_folder, load_model, load_tokenizer, make_verifier
+from edge_client.startup import Client, draft_folder, load_model, load_tokenizer, make_verifier
 from shared.codecs import CODECS, DEFAULT_CODEC, get_codec
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import Description, SamplingParams

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 from edge_client.connection import Patience, Verifier
-from edge_client.controller import AutoController, Controller, FixedController, Plan
 from edge_client.generate import Conversation, SessionSettings
 from edge_client.manifest import TOKENIZER_NAME, DraftManifest, read_manifest
+from edge_client.options import Options
 from shared.codecs import CODECS
 from shared.config import cache_dir
 from shared.faults import FaultKind, SpecwireError
-from shared.messages import Description, SamplingParams
-from shared.sampling import validate
+from shared.messages import Description
 from shared.transport import Tls
 from shared.vocabulary import check_same_tokenizer
 
@@ -32,63 +31,6 @@ if TYPE_CHECKING:
 # is preferred where several are there; importing that module would import torch.
 _BUILTIN = "SmolLM2-135M-Instruct-draft-"
 _PREFERRED = ("q4_exact", "int8", "int4", "fp32")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the commands have in common; one default each, stated in `edge_client.cli`."""
-
-    verifier: str
-    draft: str
-    insecure: bool
-    tls_ca: Path | None
-    token: str
-    connect_timeout: float
-    patience: float
-    threads: int
-    codec: str = ""
-    verification: str = ""
-    k: str = "auto"
-    ahead: str = "auto"
-    cloud_only: bool = False
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    max_tokens: int = 512
-
-    def sampling(self) -> SamplingParams:
-        """Raises SpecwireError(BAD_SAMPLING) naming what is out of range."""
-        params = SamplingParams(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
-        )
-        validate(params)
-        return params
-
-    def controller(self, description: Description | None = None) -> Controller:
-        """What decides about K and the rest; `description` bounds it by what the verifier allows."""
-        if self.cloud_only:
-            return FixedController(Plan(cloud_tokens=_CLOUD_CHUNK))
-        if self.k != "auto":
-            ahead = 0 if self.ahead == "auto" else _whole_number("--ahead", self.ahead, 0)
-            return FixedController(Plan(_whole_number("--k", self.k, 1), ahead))
-        if self.ahead != "auto":
-            raise SpecwireError(
-                FaultKind.BAD_REQUEST, f"--ahead is {self.ahead!r}, but --k is auto.", "Fix both, or neither."
-            )
-        if description is None:
-            return AutoController()
-        limits = description.limits
-        return AutoController(
-            max_k=min(_MAX_K, limits.max_block),
-            max_ahead=max(limits.max_in_flight - 1, 0),
-            allows_cloud=description.allows_generate,
-        )
-
-
-_MAX_K = 16
-_CLOUD_CHUNK = 1 << 20  # more than any answer: one request for all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +160,3 @@ def _offered(what: str, wanted: str, offered: tuple[str, ...], known: tuple[str,
             "Install the same Specwire version on both sides.",
         )
     return choices[0]
-
-
-def _whole_number(option: str, text: str, least: int) -> int:
-    if text.isdecimal() and int(text) >= least:
-        return int(text)
-    raise SpecwireError(
-        FaultKind.BAD_REQUEST, f"{option} is {text!r}.", f"Give a whole number of at least {least}, or auto."
-    )

@@ -16,7 +16,8 @@ from edge_client.controller import Controller
 from edge_client.draft_model import DraftModel
 from edge_client.generate import Conversation, SessionSettings
 from edge_client.manifest import DraftManifest, read_manifest
-from edge_client.startup import Options, draft_folder, load_model, load_tokenizer, make_verifier
+from edge_client.options import Options
+from edge_client.startup import draft_folder, load_model, load_tokenizer, make_verifier
 from edge_client.version import package_version
 from shared.codecs import CODECS
 from shared.faults import FaultKind, SpecwireError

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from edge_client.api.app import Access, make_app
 from edge_client.api.backend import DEFAULT_CONTEXTS, open_backend
-from edge_client.startup import Options
+from edge_client.options import Options
 from shared.faults import FaultKind, SpecwireError
 
 _SHUTDOWN_S = 2

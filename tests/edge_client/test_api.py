@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from cloud_verifier.local import local_verifier
 from edge_client.api.server import ServeConfig, serving
 from edge_client.connection import Verifier
-from edge_client.startup import Options
+from edge_client.options import Options
 from shared.faults import SpecwireError
 
 MODEL = "tiny"

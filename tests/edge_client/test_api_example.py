@@ -10,7 +10,7 @@ import pytest
 
 from edge_client.api.server import ServeConfig, serving
 from edge_client.examples.rag_agent import Notes, main
-from edge_client.startup import Options
+from edge_client.options import Options
 
 NOTES = Path(__file__).parents[2] / "edge_client" / "examples" / "notes"
 
@@ -19,7 +19,7 @@ async def test_it_answers_and_says_what_was_saved(
     verifier_process: str, tiny_draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("Lake: 118 m.")
-    options = Options(verifier_process, str(tiny_draft), True, None, "", 5, 5, 1)
+    options = Options(verifier=verifier_process, draft=str(tiny_draft), insecure=True, threads=1)
     async with serving(options, ServeConfig(port=0)) as url:
         asked = ["Lake?", "--folder", str(tmp_path), "--url", f"{url}/v1", "--rounds", "2"]
         # Shorter than the example's own: the tiny model's context is 512 bytes.

@@ -17,7 +17,7 @@ from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 from cloud_verifier.local import local_verifier
 from edge_client.api.server import ServeConfig, serving
-from edge_client.startup import Options
+from edge_client.options import Options
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
