@@ -9,13 +9,6 @@ stay. Either way the arithmetic is float32 throughout.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from cloud_verifier.host import cpu_flags
-
-log = logging.getLogger(__name__)
+from cloud_verifier.native import load_library
 
 _SOURCE = Path(__file__).with_name("linear.c")
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=gnu11", "-fPIC", "-fopenmp")
-_COMPILE_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +31,9 @@ class Kernel:
 
 def load_kernel(cache: Path) -> Kernel | None:
     """The compiled kernel, compiling it into `cache` the first time; None where that is not possible."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        log.info("no C compiler: linear layers run at torch's speed, which is lower for small blocks")
-        return None
-    try:
-        library = ctypes.CDLL(str(_compiled(compiler, cache)))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the fast linear layers cannot be compiled (%s): torch's own are used", error)
+    instead = "linear layers run at torch's speed, which is lower for small blocks"
+    library = load_library(_SOURCE, cache, instead=instead)
+    if library is None:
         return None
     function = library.specwire_linear
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
@@ -57,31 +41,6 @@ def load_kernel(cache: Path) -> Kernel | None:
     function.restype = None
     library.specwire_linear_width.restype = size
     return Kernel(function, library.specwire_linear_width())
-
-
-def _compiled(compiler: str, cache: Path) -> Path:
-    """Path of the shared library for this source, compiler and CPU."""
-    key = hashlib.sha256(_SOURCE.read_bytes())
-    key.update(
-        repr((compiler, _FLAGS, platform.machine(), platform.processor(), sorted(cpu_flags()))).encode()
-    )
-    library = cache / f"linear-{key.hexdigest()[:16]}.so"
-    if library.exists():
-        return library
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        compiled, linked = Path(folder, "linear.o"), Path(folder, "linear.so")
-        # Linked without -fopenmp: the symbols then come from the OpenMP that torch has loaded, and both
-        # share one set of threads.
-        for arguments in (
-            [*_FLAGS, "-c", str(_SOURCE), "-o", str(compiled)],
-            ["-shared", str(compiled), "-o", str(linked)],
-        ):
-            subprocess.run(
-                [compiler, *arguments], check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S
-            )
-        linked.replace(library)
-    return library
 
 
 class PackedLinear(nn.Module):
@@ -113,11 +72,12 @@ class PackedLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
-        rows = inputs.reshape(-1, self.in_features).contiguous()
-        outputs = rows.new_empty(rows.shape[0], self._num_outputs)
+        # Torch's own operations cost more here than the product of a single row, hence so few of them.
+        rows = inputs if inputs.is_contiguous() else inputs.contiguous()
+        outputs = rows.new_empty((*rows.shape[:-1], self._num_outputs))
         self._kernel(
             rows.data_ptr(),
-            rows.shape[0],
+            rows.numel() // self.in_features,
             self.in_features,
             self._panels_at,
             self._num_panels,
@@ -125,9 +85,7 @@ class PackedLinear(nn.Module):
             outputs.data_ptr(),
             torch.get_num_threads(),
         )
-        if self._num_outputs != self.out_features:
-            outputs = outputs[:, : self.out_features]
-        return outputs.view(*inputs.shape[:-1], self.out_features)
+        return outputs if self._num_outputs == self.out_features else outputs[..., : self.out_features]
 
 
 def pack_linears(model: nn.Module, kernel: Kernel) -> int:

@@ -14,36 +14,36 @@ is a function of prompt, seed and target alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from cloud_verifier.verification.batch import Batch, pack
+from cloud_verifier.verification.batch import Batch, pack, params_of
 from cloud_verifier.verification.block import judge_block
 from cloud_verifier.verification.coupled import judge_coupled
 from cloud_verifier.verification.greedy import judge_greedy
 from cloud_verifier.verification.logprobs import emitted_logprobs
 from cloud_verifier.verification.penalties import adjust_logits
 from cloud_verifier.verification.rejection import judge_fused, judge_token
+from cloud_verifier.verification.rows import Rows
 from cloud_verifier.verification.types import BlockInput, BlockOutcome
 from shared.faults import FaultKind, SpecwireError
+from shared.history import needs_history
 from shared.sampling import is_greedy
 
 __all__ = ["VERIFICATIONS", "BlockInput", "BlockOutcome", "Verification", "get_verification", "judge"]
 
 
 class Rule(Protocol):
-    def __call__(
-        self, logits: torch.Tensor, top: torch.Tensor, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Judges all blocks of a batch at once.
 
         Args:
-            logits: [R, V], the rows of these blocks, in the target's type.
-            top: [R], the largest logit of each row.
+            rows: the R rows of these blocks. top-k, top-p, min-p or greedy sampling take tokens from all of
+                them, or from none.
             batch: the blocks as arrays.
 
         Returns:
@@ -59,11 +59,13 @@ class Verification:
     Attributes:
         judge: the rule.
         needs_q: whether blocks must carry the distributions that they were drawn from.
+        weighs: whether the rule needs the normaliser of every row.
         lossy: whether the output can differ from the target's distribution.
     """
 
     judge: Rule
     needs_q: bool = True
+    weighs: bool = True
     lossy: bool = False
 
 
@@ -72,8 +74,8 @@ VERIFICATIONS: Mapping[str, Verification] = MappingProxyType(
     {
         "block": Verification(judge_block),
         "token": Verification(judge_token),
-        "coupled": Verification(judge_coupled, needs_q=False),
-        "greedy": Verification(judge_greedy, needs_q=False),
+        "coupled": Verification(judge_coupled, needs_q=False, weighs=False),
+        "greedy": Verification(judge_greedy, needs_q=False, weighs=False),
         "fused": Verification(judge_fused, lossy=True),
     }
 )
@@ -95,42 +97,84 @@ def judge(logits: torch.Tensor, blocks: Sequence[BlockInput]) -> list[BlockOutco
     """Verdicts of the blocks of one pass, in their order; a fault ends up in its own block's outcome.
 
     Args:
-        logits: [sum (K_b + 1), V] in any float type; row i of a block judges its token i, and the
-            last is the bonus row.
+        logits: [sum (K_b + 1 + S_b), V] in any float type; row i of a block judges its token i, the next is
+            the bonus row, and the last S_b are those after its siblings.
         blocks: the blocks, in the order of their rows.
     """
-    num_rows = sum(len(block.tokens) + 1 for block in blocks)
-    if logits.ndim != 2 or len(logits) != num_rows:
-        raise ValueError(f"{num_rows} rows of logits are needed, got shape {tuple(logits.shape)}")
+    row_starts = np.cumsum([0, *(len(block.tokens) + 1 + len(block.siblings) for block in blocks)])
+    if logits.ndim != 2 or len(logits) != row_starts[-1]:
+        raise ValueError(f"{row_starts[-1]} rows of logits are needed, got shape {tuple(logits.shape)}")
+    starts = row_starts[:-1].tolist()
+    outcomes = _judge_all(logits, blocks, starts)
+    # What follows a recovered token was computed with the rest if somebody thought of that token before. The
+    # target then writes the next token alone: a block without drafted tokens, of which the draws know nothing
+    # of why it is judged now.
+    taken = {i: place for i, block in enumerate(blocks) if (place := _sibling_taken(block, outcomes[i])) >= 0}
+    if taken:
+        after = [_after_sibling(blocks[i], outcomes[i]) for i in taken]
+        rows = [starts[i] + len(blocks[i].tokens) + 1 + place for i, place in taken.items()]
+        for (i, place), extra in zip(taken.items(), _judge_all(logits, after, rows), strict=True):
+            outcomes[i] = outcomes[i].followed_by(extra, place)
+    return outcomes
+
+
+def _sibling_taken(block: BlockInput, outcome: BlockOutcome) -> int:
+    """Which of the siblings the recovered token is; -1: none."""
+    if outcome.fault is not None or outcome.num_accepted == len(block.tokens):
+        return -1
+    recovered = (outcome.num_accepted, outcome.tokens[0])
+    return block.siblings.index(recovered) if recovered in block.siblings else -1
+
+
+def _after_sibling(block: BlockInput, outcome: BlockOutcome) -> BlockInput:
+    """The target writing alone after what `outcome` committed."""
+    emitted = block.tokens[: outcome.num_accepted] + outcome.tokens
+    return replace(
+        block,
+        tokens=(),
+        q=None,
+        siblings=(),
+        more=False,
+        base_len=block.base_len + len(emitted),
+        context=(*block.context, *emitted) if needs_history(block.sampling) else (),
+    )
+
+
+def _judge_all(
+    logits: torch.Tensor, blocks: Sequence[BlockInput], row_starts: Sequence[int]
+) -> list[BlockOutcome]:
+    """Verdicts of blocks whose rows begin at `row_starts`.
+
+    Blocks that are computed alike are judged together, so that none is computed differently in other company.
+    """
     outcomes: list[BlockOutcome | None] = [None] * len(blocks)
-    groups: dict[str, list[int]] = {}
-    row_starts: list[int] = []
-    row = 0
+    groups: dict[tuple[str, bool, bool], list[int]] = {}
     for i, block in enumerate(blocks):
-        row_starts.append(row)
-        row += len(block.tokens) + 1
         try:
-            groups.setdefault(_effective_rule(block, logits.shape[1]), []).append(i)
+            rule = _effective_rule(block, logits.shape[1])
         except SpecwireError as fault:
             outcomes[i] = BlockOutcome(0, (), fault=fault)
-    for name, members in groups.items():
+            continue
+        truncates = rule != "greedy" and params_of([block.sampling]).truncates(logits.shape[1]).any()
+        groups.setdefault((rule, needs_history(block.sampling), bool(truncates)), []).append(i)
+    for (rule, adjusts, _), members in groups.items():
         chosen = [blocks[i] for i in members]
-        batch = pack(chosen, [row_starts[i] for i in members], with_draft=VERIFICATIONS[name].needs_q)
-        for i, outcome in zip(members, _judge_group(name, logits, chosen, batch), strict=True):
+        batch = pack(chosen, [row_starts[i] for i in members], with_draft=VERIFICATIONS[rule].needs_q)
+        for i, outcome in zip(members, _judge_group(rule, adjusts, logits, chosen, batch), strict=True):
             outcomes[i] = outcome
     return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _judge_group(
-    name: str, logits: torch.Tensor, blocks: Sequence[BlockInput], batch: Batch
+    rule: str, adjusts: bool, logits: torch.Tensor, blocks: Sequence[BlockInput], batch: Batch
 ) -> list[BlockOutcome]:
-    if len(batch.rows) < len(logits):
-        logits = logits[torch.from_numpy(batch.rows).to(logits.device)]
-    adjusted = adjust_logits(logits, batch, blocks)
+    verification = VERIFICATIONS[rule]
+    adjusted = adjust_logits(logits, batch, blocks) if adjusts else logits
+    index = np.arange(len(batch.rows)) if adjusts else batch.rows
+    rows = Rows.read(adjusted, index, batch.params, weigh=verification.weighs, choose=rule == "greedy")
+    num_accepted, tokens = verification.judge(rows, batch)
     # A NaN or +inf anywhere in a row shows in its maximum; -inf only forbids a token.
-    top = adjusted.amax(dim=1)
-    num_accepted, tokens = VERIFICATIONS[name].judge(adjusted, top, batch)
-    finite = torch.isfinite(top)
+    finite = torch.isfinite(rows.top)
     block_of_row = torch.from_numpy(batch.block_of_row).to(logits.device)
     faulty = torch.zeros_like(num_accepted).index_add_(0, block_of_row, (~finite).to(num_accepted.dtype))
     # The one copy from the device.

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cloud_verifier.verification.transforms import RowParams
 from cloud_verifier.verification.types import BlockInput
+from shared.messages import SamplingParams
 from shared.randomness import Purpose, uniforms
 
 
@@ -105,12 +106,6 @@ def pack(blocks: Sequence[BlockInput], row_starts: Sequence[int], *, with_draft:
     is_token = within < num_drafted[block_of_row]
     samplings = [b.sampling for b in blocks]
     bases = np.array([b.base_len for b in blocks], np.int64)[block_of_row]
-    params = RowParams(
-        np.array([s.temperature for s in samplings], np.float32)[block_of_row],
-        np.array([s.top_k for s in samplings], np.int64)[block_of_row],
-        np.array([s.top_p for s in samplings], np.float64)[block_of_row],
-        np.array([s.min_p for s in samplings], np.float32)[block_of_row],
-    )
     tokens = np.array([t for b in blocks for t in b.tokens], np.int64)
     return Batch(
         rows=np.array(row_starts, np.int64)[block_of_row] + within,
@@ -122,10 +117,20 @@ def pack(blocks: Sequence[BlockInput], row_starts: Sequence[int], *, with_draft:
         token_rows=np.flatnonzero(is_token),
         token_places=(block_of_row * int(num_drafted.max(initial=0)) + within)[is_token],
         more=np.array([b.more for b in blocks], np.bool_),
-        params=params,
+        params=params_of(samplings).of_rows(block_of_row),
         fused_weight=np.array([s.fused_weight for s in samplings], np.float64),
         draft=_pack_draft(blocks, tokens) if with_draft else None,
         _keys=(np.array([s.seed for s in samplings], np.uint64)[block_of_row], bases + within, bases),
+    )
+
+
+def params_of(samplings: Sequence[SamplingParams]) -> RowParams:
+    """One row of parameters for each request."""
+    return RowParams(
+        np.array([s.temperature for s in samplings], np.float32),
+        np.array([s.top_k for s in samplings], np.int64),
+        np.array([s.top_p for s in samplings], np.float64),
+        np.array([s.min_p for s in samplings], np.float32),
     )
 
 

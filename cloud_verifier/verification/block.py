@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 
 from cloud_verifier.verification.batch import Batch
+from cloud_verifier.verification.rows import Rows
 from cloud_verifier.verification.sampling import draw_decisive
 from cloud_verifier.verification.target_probs import TargetProbs
 from shared.randomness import Purpose
 
 
-def judge_block(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def judge_block(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Keeps the longest prefix whose own draw accepts it; never less than token-wise on average.
 
     (num_accepted [B], recovered or bonus token [B]); see `Rule`.
     """
-    device = logits.device
+    device = rows.device
     draft = batch.need_draft()
-    target = TargetProbs(logits, top, batch.params)
+    target = TargetProbs(rows)
     token_rows = torch.from_numpy(batch.token_rows).to(device)
     drafted = torch.from_numpy(batch.tokens).to(device)
     drawn = torch.from_numpy(draft.drawn).to(device)

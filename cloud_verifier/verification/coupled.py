@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from cloud_verifier.verification.batch import Batch
 from cloud_verifier.verification.greedy import keep_matching
+from cloud_verifier.verification.rows import Rows
 from cloud_verifier.verification.target_probs import TargetProbs
 from cloud_verifier.verification.transforms import SparseRows
 from shared.randomness import COUPLED_BLOCK, Purpose, philox
@@ -21,33 +23,47 @@ _LOW_32 = 0xFFFFFFFF
 _EXCESS = 1 << 8
 
 
-def judge_coupled(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def judge_coupled(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """(num_accepted [B], recovered or bonus token [B]); see `Rule`."""
+    if rows.kernel is not None and not rows.params.truncates(rows.vocab_size).any():
+        first = np.append(batch.starts, len(rows.index))
+        found = rows.kernel.coupled(
+            rows.logits,
+            rows.index,
+            first,
+            batch.tokens,
+            rows.params.rate(),
+            rows.top.numpy(),
+            rows.choice.numpy(),
+            batch.coupled_keys,
+        )
+        return torch.from_numpy(found[0]), torch.from_numpy(found[1])
     host_seeds, host_positions = batch.coupled_keys
-    device = logits.device
+    device = rows.device
     seeds, positions = torch.from_numpy(host_seeds).to(device), torch.from_numpy(host_positions).to(device)
-    target = TargetProbs(logits, top, batch.params, normalise=False)
-    choice = torch.zeros(len(logits), dtype=torch.int64, device=device)
-    if len(target.plain):
-        rows = torch.from_numpy(target.plain).to(device)
-        choice[rows] = _smallest_ratio(target.weights(rows), seeds[rows], positions[rows])
-    if target.sparse is not None:
-        _choose_sparse(choice, target.sparse, seeds, positions)
+    target = TargetProbs(rows)
+    if target.sparse is None:
+        everything = torch.arange(len(rows.index), device=device)
+        choice = _smallest_ratio(target.weights(everything), seeds, positions)
+    else:
+        choice = _choose_sparse(len(rows.index), target.sparse, seeds, positions)
     return keep_matching(choice, batch)
 
 
 def _choose_sparse(
-    choice: torch.Tensor, sparse: SparseRows, seeds: torch.Tensor, positions: torch.Tensor
-) -> None:
-    """Sets `choice` of truncated rows: the id with the smallest noise / p."""
+    num_rows: int, sparse: SparseRows, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """[R]: the id with the smallest noise / p of each truncated row."""
     row, ids = sparse.rows, sparse.ids
     smallest, place = _block_noise(seeds[row], positions[row], ids // COUPLED_BLOCK)
     excess = _excess_noise(seeds[row], positions[row], ids)
     noise = smallest + torch.where(ids % COUPLED_BLOCK == place, 0.0, excess)
     ratio = noise / sparse.probs.double()
-    best = torch.full_like(choice, torch.inf, dtype=torch.float64).scatter_reduce_(0, row, ratio, "amin")
+    best = ratio.new_full((num_rows,), torch.inf).scatter_reduce_(0, row, ratio, "amin")
     wins = ratio == best[row]
+    choice = ids.new_zeros(num_rows)
     choice[row[wins]] = ids[wins]
+    return choice
 
 
 def _smallest_ratio(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from cloud_verifier.verification.batch import Batch
-from cloud_verifier.verification.target_probs import row_choice
+from cloud_verifier.verification.rows import Rows
 
 
-def judge_greedy(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def judge_greedy(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """(num_accepted [B], recovered or bonus token [B]); see `Rule`. No softmax, no draws."""
-    return keep_matching(row_choice(logits), batch)
+    return keep_matching(rows.choice, batch)
 
 
 def keep_matching(choice: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ def emitted_logprobs(
     transforms. Every row names the emitted token first and then the likeliest of all.
 
     Args:
-        logits: [R, V].
+        logits: [P, V] of the whole pass.
         batch: the blocks as arrays.
         blocks: the blocks.
         num_accepted: [B].
@@ -48,7 +48,7 @@ def emitted_logprobs(
         rows += range(start, start + len(mine))
         counts.append(len(mine))
     width = max(blocks[i].logprobs for i in asking) - 1
-    values = logits[torch.tensor(rows, device=logits.device)].float().log_softmax(dim=1)
+    values = logits[torch.from_numpy(batch.rows[rows]).to(logits.device)].float().log_softmax(dim=1)
     own = values.gather(1, torch.tensor(emitted, device=logits.device)[:, None])
     likeliest = values.topk(min(width, values.shape[1]), dim=1)
     host_values = torch.cat([own, likeliest.values], dim=1).cpu().numpy()

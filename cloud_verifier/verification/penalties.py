@@ -11,22 +11,18 @@ from numpy.typing import NDArray
 
 from cloud_verifier.verification.batch import Batch
 from cloud_verifier.verification.types import BlockInput
-from shared.history import TokenHistory, Touched, needs_history, touched
+from shared.history import TokenHistory, Touched, touched
 
 
 def adjust_logits(logits: torch.Tensor, batch: Batch, blocks: Sequence[BlockInput]) -> torch.Tensor:
-    """[R, V] logits -> a float32 copy with bias, forbidden tokens and penalties, or themselves.
+    """[P, V] logits -> float32 [R, V] with bias, forbidden tokens and penalties.
 
     Row i of a block is changed as the text before token i says: the committed tokens and the first
     i drafted ones, whether or not those end up accepted.
     """
-    asking = [i for i, block in enumerate(blocks) if needs_history(block.sampling)]
-    if not asking:
-        return logits
     changes: list[Touched] = []
     rows: list[int] = []
-    for i in asking:
-        block = blocks[i]
+    for i, block in enumerate(blocks):
         history = TokenHistory(block.context, block.prompt_len, block.eos_ids)
         start = int(batch.starts[i])
         for row in range(start, start + len(block.tokens) + 1):
@@ -46,7 +42,7 @@ def adjust_logits(logits: torch.Tensor, batch: Batch, blocks: Sequence[BlockInpu
     def flat(name: str) -> torch.Tensor:
         return to_device(np.concatenate([getattr(change, name) for change in changes]))
 
-    out = logits.float() if logits.dtype != torch.float32 else logits.clone()
+    out = logits[to_device(batch.rows)].float()
     at = (to_device(np.repeat(np.array(rows), counts)), flat("ids"))
     values = out[at] + flat("bias")
     values.masked_fill_(flat("forbidden"), -torch.inf)

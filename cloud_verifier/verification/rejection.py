@@ -6,34 +6,33 @@ import numpy as np
 import torch
 
 from cloud_verifier.verification.batch import Batch
+from cloud_verifier.verification.rows import Rows
 from cloud_verifier.verification.sampling import draw_decisive
 from cloud_verifier.verification.target_probs import TargetProbs
 from shared.randomness import Purpose
 
 
-def judge_token(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def judge_token(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Leviathan et al. 2022 (arXiv 2211.17192) Algorithm 1, Chen et al. 2023 (2302.01318) Algorithm 2.
 
     (num_accepted [B], recovered or bonus token [B]); see `Rule`.
     """
-    return _judge(logits, top, batch, None)
+    return _judge(rows, batch, None)
 
 
-def judge_fused(logits: torch.Tensor, top: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def judge_fused(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Token-wise against (1 - weight) p + weight q: lossy unless the request's weight is 0.
 
     The residual max((1 - weight) p + weight q - q, 0) is (1 - weight) max(p - q, 0), so only the
     acceptance differs from `judge_token`.
     """
-    return _judge(logits, top, batch, batch.fused_weight)
+    return _judge(rows, batch, batch.fused_weight)
 
 
-def _judge(
-    logits: torch.Tensor, top: torch.Tensor, batch: Batch, fused_weight: np.ndarray | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    device = logits.device
+def _judge(rows: Rows, batch: Batch, fused_weight: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
+    device = rows.device
     drawn = batch.need_draft().drawn
-    target = TargetProbs(logits, top, batch.params)
+    target = TargetProbs(rows)
     token_rows = torch.from_numpy(batch.token_rows).to(device)
     # [N]
     judged = target.at(token_rows, torch.from_numpy(batch.tokens).to(device))

@@ -1,12 +1,37 @@
-"""The token beyond the accepted ones: inverse-CDF draws of one token a session, in float64."""
+"""The token beyond the accepted ones: inverse-CDF draws of one token a session, summed in float64."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 
+from cloud_verifier.native_rows import RowKernel
 from cloud_verifier.verification.batch import Batch
 from cloud_verifier.verification.target_probs import TargetProbs
+from cloud_verifier.verification.transforms import SparseRows
 from shared.randomness import Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """max(scale p - q, 0) of n rows, or p where that has no mass (p == q); and a draw for each.
+
+    Attributes:
+        rows: int64 [n], rows of the batch.
+        scale: float64 [n].
+        slots: int64 [nnz], ascending; which of the n an entry of q belongs to. Without entries q is 0.
+        ids, q: [nnz], ids ascending in each slot.
+        draws: float64 [n] in [0, 1).
+    """
+
+    rows: torch.Tensor
+    scale: torch.Tensor
+    slots: torch.Tensor
+    ids: torch.Tensor
+    q: torch.Tensor
+    draws: torch.Tensor
 
 
 def draw_decisive(
@@ -18,25 +43,65 @@ def draw_decisive(
         target: p of all rows.
         batch: the blocks.
         num_accepted: [B].
-        scale: [B], what p is multiplied by before q is taken off; 1 when None.
+        scale: float64 [B], what p is multiplied by before q is taken off; 1 when None.
     """
     device = num_accepted.device
     draft = batch.need_draft()
     # [B]: the row that judges the first rejected token, or the bonus row
     decisive = torch.from_numpy(batch.starts).to(device) + num_accepted
-    chosen = target.whole(decisive)
     entry_row = torch.from_numpy(batch.token_rows[draft.token_of_entry]).to(device)
     entry_block = torch.from_numpy(batch.block_of_token[draft.token_of_entry]).to(device)
-    counts = (entry_row == decisive[entry_block]).nonzero()[:, 0]
-    weights = _residual(
-        chosen,
-        scale,
-        entry_block[counts],
-        torch.from_numpy(draft.ids).to(device)[counts],
-        torch.from_numpy(draft.probs).to(device)[counts],
+    entries = (entry_row == decisive[entry_block]).nonzero()[:, 0]
+    residuals = Residuals(
+        decisive,
+        torch.ones_like(decisive, dtype=torch.float64) if scale is None else scale,
+        entry_block[entries],
+        torch.from_numpy(draft.ids).to(device)[entries],
+        torch.from_numpy(draft.probs).to(device)[entries],
+        torch.from_numpy(batch.uniforms(Purpose.SAMPLE)).to(device)[decisive],
     )
-    draws = torch.from_numpy(batch.uniforms(Purpose.SAMPLE)).to(device)
-    return sample_rows(weights, draws[decisive])
+    draw = _draw_plain if target.sparse is None else _draw_sparse
+    return draw(target, residuals)
+
+
+def _draw_plain(target: TargetProbs, residuals: Residuals) -> torch.Tensor:
+    """[n]: from rows that nothing truncates."""
+    if target.rows.kernel is not None:
+        return _draw_natively(target.rows.kernel, target, residuals)
+    probs = target.whole(residuals.rows)
+    rest = probs * residuals.scale.to(probs.dtype)[:, None]
+    places = residuals.slots * probs.shape[1] + residuals.ids
+    rest.view(-1).scatter_add_(0, places, -residuals.q.to(rest.dtype))
+    rest.clamp_(min=0.0)
+    return sample_rows(torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, probs), residuals.draws)
+
+
+def _draw_sparse(target: TargetProbs, residuals: Residuals) -> torch.Tensor:
+    """[n]: from truncated rows, of which few tokens are left."""
+    sparse = target.sparse
+    if sparse is None:
+        raise ValueError("no row of this batch is truncated")
+    slots, entries = _entries_of(sparse, residuals.rows, len(target.rows.index))
+    ids, probs = sparse.ids[entries], sparse.probs[entries]
+    vocab_size = target.rows.vocab_size
+    rest = probs * residuals.scale.to(probs.dtype)[slots]
+    if len(residuals.slots):
+        drafted = residuals.slots * vocab_size + residuals.ids
+        keys = slots * vocab_size + ids
+        place = torch.searchsorted(drafted, keys).clamp_(max=len(drafted) - 1)
+        rest -= torch.where(drafted[place] == keys, residuals.q[place].to(rest.dtype), 0.0)
+        rest.clamp_(min=0.0)
+    num = len(residuals.rows)
+    counts = torch.bincount(slots, minlength=num)
+    rank = torch.arange(len(slots), device=slots.device) - (counts.cumsum(0) - counts)[slots]
+    # [n, most tokens left]: padding changes no row's sums, so that a row's draw depends on itself alone.
+    shape = (num, int(counts.amax()))
+    padded, padded_ids = rest.new_zeros(shape), ids.new_zeros(shape)
+    padded[slots, rank], padded_ids[slots, rank] = rest, ids
+    whole = torch.zeros_like(padded)
+    whole[slots, rank] = probs
+    padded = torch.where(padded.sum(dim=1, keepdim=True) > 0, padded, whole)
+    return padded_ids.gather(1, sample_rows(padded, residuals.draws)[:, None])[:, 0]
 
 
 def sample_rows(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
@@ -53,15 +118,28 @@ def sample_rows(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     return index.clamp_(max=weights.shape[1] - 1)
 
 
-def _residual(
-    probs: torch.Tensor,
-    scale: torch.Tensor | None,
-    entry_row: torch.Tensor,
-    ids: torch.Tensor,
-    draft: torch.Tensor,
-) -> torch.Tensor:
-    """max(scale probs - q, 0) [B, V] with q in COO form, or probs where that has no mass (p == q)."""
-    rest = probs.clone() if scale is None else probs * scale.to(probs.dtype)[:, None]
-    rest.view(-1).scatter_add_(0, entry_row * probs.shape[1] + ids, -draft.to(rest.dtype))
-    rest.clamp_(min=0.0)
-    return torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, probs)
+def _draw_natively(kernel: RowKernel, target: TargetProbs, residuals: Residuals) -> torch.Tensor:
+    rows = target.rows
+    chosen = residuals.rows.numpy()
+    offsets = np.searchsorted(residuals.slots.numpy(), np.arange(len(chosen) + 1))
+    factor = residuals.scale / rows.mass[residuals.rows]
+    return torch.from_numpy(
+        kernel.draw(
+            rows.logits,
+            rows.index[chosen],
+            rows.params.rate()[chosen],
+            rows.top.numpy()[chosen],
+            factor.float().numpy(),
+            (offsets, residuals.ids.contiguous().numpy(), residuals.q.contiguous().numpy()),
+            residuals.draws.contiguous().numpy(),
+        )
+    )
+
+
+def _entries_of(sparse: SparseRows, rows: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries of some rows: which of the rows each is of, and where it is in `sparse`; both ascending."""
+    place = torch.full((num_rows,), -1, dtype=torch.int64, device=rows.device)
+    place[rows] = torch.arange(len(rows), device=rows.device)
+    slots = place[sparse.rows]
+    entries = (slots >= 0).nonzero()[:, 0]
+    return slots[entries], entries

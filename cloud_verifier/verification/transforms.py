@@ -18,7 +18,7 @@ from shared.sampling import GREEDY_BELOW
 
 _GROUP = 32  # ids whose maximum stands for them
 _OCTAVES = 64
-_PIECE_ELEMENTS = 1 << 21  # float32: 8 MB
+_LOG2_E = np.float32(np.log2(np.e))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,28 @@ class RowParams:
         counted = (self.top_k > 0) & (self.top_k < vocab_size)
         return counted | (self.top_p < 1) | (self.min_p > 0) | (self.temperature < GREEDY_BELOW)
 
-    def take(self, rows: NDArray[np.int64]) -> RowParams:
-        """The parameters of some rows; greedy ones as the likeliest token alone."""
-        cold = self.temperature[rows] < GREEDY_BELOW
+    def weighed(self, vocab_size: int, *, plain: bool) -> NDArray[np.bool_]:
+        """Rows whose mass decides something: those with a nucleus, and if wanted those that lose no token."""
+        counted = (self.top_k > 0) & (self.top_k < vocab_size)
+        nuclear = (self.top_p < 1) & ~counted & (self.temperature >= GREEDY_BELOW)
+        return nuclear | ~self.truncates(vocab_size) if plain else nuclear
+
+    def rate(self) -> NDArray[np.float32]:
+        """log2(e) / temperature: it turns differences of logits into octaves of weight. 0 in greedy rows."""
+        cold = self.temperature < GREEDY_BELOW
+        return np.where(cold, np.float32(0), _LOG2_E / np.where(cold, np.float32(1), self.temperature))
+
+    def of_rows(self, rows: NDArray[np.int64]) -> RowParams:
+        return RowParams(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+    def without_cold(self) -> RowParams:
+        """Greedy rows as the likeliest token alone."""
+        cold = self.temperature < GREEDY_BELOW
         return RowParams(
-            np.where(cold, np.float32(1), self.temperature[rows]),
-            np.where(cold, 1, self.top_k[rows]),
-            np.where(cold, 1.0, self.top_p[rows]),
-            np.where(cold, np.float32(0), self.min_p[rows]),
+            np.where(cold, np.float32(1), self.temperature),
+            np.where(cold, 1, self.top_k),
+            np.where(cold, 1.0, self.top_p),
+            np.where(cold, np.float32(0), self.min_p),
         )
 
 
@@ -55,41 +69,18 @@ class SparseRows:
     probs: torch.Tensor  # float32 [nnz]
 
 
-def row_masses(logits: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """float32 [R]: sum of exp((logits - top) / temperature) of each row of [R, V].
+def truncated_probs(
+    logits: torch.Tensor, top: torch.Tensor, params: RowParams, mass: torch.Tensor
+) -> SparseRows:
+    """[n, V] logits, their maxima [n] and masses [n] -> what top-k, top-p and min-p leave of each row.
 
-    On a CPU in pieces that its cache holds.
+    `params` are those of `RowParams.without_cold`; `mass`, float64, counts in rows with a nucleus only. A row
+    whose maximum is not finite has no meaning here; the caller faults it.
     """
-    num_rows, vocab_size = logits.shape
-    step = max(1, _PIECE_ELEMENTS // vocab_size) if logits.device.type == "cpu" else max(num_rows, 1)
-    buffer = torch.empty((min(step, num_rows), vocab_size), device=logits.device)
-    mass = torch.empty(num_rows, device=logits.device)
-    for start in range(0, num_rows, step):
-        part = slice(start, min(start + step, num_rows))
-        piece = buffer[: part.stop - start]
-        torch.sub(logits[part], top[part, None], out=piece)
-        piece.div_(temperature[part, None])
-        torch.sum(piece.exp_(), dim=1, out=mass[part])
-    return mass
-
-
-def truncated_probs(logits: torch.Tensor, top: torch.Tensor, params: RowParams) -> SparseRows:
-    """[n, V] logits and their maxima [n] -> what top-k, top-p and min-p leave of each row.
-
-    `params` are those of `RowParams.take`. A row whose maximum is not finite has no meaning here; the
-    caller faults it.
-    """
-    device = logits.device
     vocab_size = logits.shape[1]
-    temperature = torch.from_numpy(params.temperature).to(device)
+    temperature = torch.from_numpy(params.temperature).to(logits.device)
     counted = (params.top_k > 0) & (params.top_k < vocab_size)
     nuclear = ~counted & (params.top_p < 1)
-    mass = torch.zeros(len(logits), dtype=torch.float64, device=device)
-    if nuclear.all():
-        mass = row_masses(logits, top, temperature).double()
-    elif nuclear.any():
-        index = torch.from_numpy(np.flatnonzero(nuclear)).to(device)
-        mass[index] = row_masses(logits[index], top[index], temperature[index]).double()
     bound = _bounds(logits, top, params, counted, nuclear, mass)
     rows, ids = (logits >= bound[:, None]).nonzero(as_tuple=True)
     if nuclear.any():

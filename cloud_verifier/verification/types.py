@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.codecs import Distributions
 from shared.faults import SpecwireError
@@ -26,6 +26,8 @@ class BlockInput:
             forbidden tokens or penalties (`shared.history.needs_history`).
         prompt_len: how many tokens of `context` are not answer.
         eos_ids: ids that end an answer, for min_tokens.
+        siblings: (i, token): other tokens that may stand in the place of tokens[i], whose own rows of logits
+            are there too. They must not depend on any draw but those that made `tokens`.
     """
 
     tokens: tuple[int, ...]
@@ -38,6 +40,7 @@ class BlockInput:
     context: Sequence[int] = ()
     prompt_len: int = 0
     eos_ids: tuple[int, ...] = ()
+    siblings: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,24 @@ class BlockOutcome:
 
     Attributes:
         num_accepted: drafted tokens kept.
-        tokens: the recovered or bonus token; empty after a fully accepted `more` block.
+        tokens: the recovered or bonus token; empty after a fully accepted `more` block. After a sibling, the
+            recovered token and the one that follows it.
         fault: set when this block could not be judged; then nothing else counts.
         logprobs: of the accepted tokens and of `tokens`, under the target's own logits at temperature 1.
+        sibling: which of the block's siblings the recovered token is; -1: none.
     """
 
     num_accepted: int
     tokens: tuple[int, ...]
     fault: SpecwireError | None = None
     logprobs: Logprobs | None = None
+    sibling: int = -1
+
+    def followed_by(self, extra: BlockOutcome, sibling: int) -> BlockOutcome:
+        """This outcome with the token that the target wrote after a sibling."""
+        if extra.fault is not None:
+            return extra
+        logprobs = self.logprobs
+        if logprobs is not None and extra.logprobs is not None:
+            logprobs = Logprobs(logprobs.ids + extra.logprobs.ids, logprobs.values + extra.logprobs.values)
+        return replace(self, tokens=self.tokens + extra.tokens, logprobs=logprobs, sibling=sibling)

@@ -145,6 +145,14 @@ def test_equals_the_oracle_on_random_ragged_batches(rules, dtype, total):
     assert num_accepted > num_blocks // 2
 
 
+def test_with_and_without_a_compiler_the_verdicts_are_the_same(monkeypatch):
+    rng = np.random.default_rng(12)
+    batches = [random_batch(rng, list(VERIFICATIONS), 200) for _ in range(60)]
+    compiled = [judge(torch.from_numpy(logits), blocks) for logits, blocks in batches]
+    monkeypatch.setattr("cloud_verifier.native_rows.row_kernel", lambda: None)
+    assert [judge(torch.from_numpy(logits), blocks) for logits, blocks in batches] == compiled
+
+
 def flat(num_rows, vocab_size=4):
     return torch.zeros(num_rows, vocab_size)
 

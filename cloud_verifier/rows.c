@@ -1,0 +1,253 @@
+/* What verification needs of rows of logits, read as few times as possible: their maxima and normalisers in one
+ * reading of all rows, and then one token for each session from a row or two of it.
+ *
+ * x is float32 with `stride` floats from row to row; `rows` says which rows are meant. A row's weights are
+ * exp((x - top) / T) = 2^((x - top) * rate). Sums run over fixed pieces of a row, so that nothing depends on the
+ * rest of the batch or on the number of threads.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX512F__ /* compilers otherwise stop at half of its registers' width */
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
+enum { PIECE = 1024, NOISE_BLOCK = 32 };
+
+/* 2^t for t <= 0, to two units in the last place; 0 below 2^-126, so that a forbidden token (t = -inf) has none.
+ * The polynomial is that of Cephes' exp2f. */
+static inline float power(float t) {
+    const float bounded = t < -126.0f ? -126.0f : t;
+    const float shifted = bounded + 12582912.0f; /* 1.5 * 2^23: rounds to an integer, which its low bits then hold */
+    const float f = bounded - (shifted - 12582912.0f);
+    float p = 1.535336188319500e-4f;
+    p = p * f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
+    p = p * f + 1.0f;
+    uint32_t exponent, bits;
+    memcpy(&exponent, &shifted, 4);
+    memcpy(&bits, &p, 4);
+    bits += exponent << 23;
+    memcpy(&p, &bits, 4);
+    return t < -126.0f ? 0.0f : p;
+}
+
+/* Sum of a row's weights. While the sum is worked out the row at `ahead` is fetched from memory. */
+static double mass_of(const float *x, size_t vocab, float top, float rate, const float *ahead) {
+    double mass = 0.0;
+    for (size_t at = 0; at < vocab; at += PIECE) {
+        const size_t end = at + PIECE < vocab ? at + PIECE : vocab;
+        float sum = 0.0f;
+        for (size_t i = at; i < end; i += 16) __builtin_prefetch(ahead + i, 0, 2);
+#pragma omp simd reduction(+ : sum)
+        for (size_t i = at; i < end; i++) sum += power((x[i] - top) * rate);
+        mass += sum;
+    }
+    return mass;
+}
+
+/* The largest of a row and its lowest place; NaN where the row has one. */
+static float top_of(const float *x, size_t vocab, int64_t *place) {
+    float top = -INFINITY;
+    uint32_t magnitude = 0; /* of the bits without sign: a NaN is larger than an infinity */
+    size_t piece = 0;
+    for (size_t at = 0; at < vocab; at += PIECE) {
+        const size_t end = at + PIECE < vocab ? at + PIECE : vocab;
+        float best = -INFINITY;
+#pragma omp simd reduction(max : best, magnitude)
+        for (size_t i = at; i < end; i++) {
+            uint32_t bits;
+            memcpy(&bits, x + i, 4);
+            bits &= 0x7fffffff;
+            magnitude = bits > magnitude ? bits : magnitude;
+            best = x[i] > best ? x[i] : best;
+        }
+        if (best > top) {
+            top = best;
+            piece = at;
+        }
+    }
+    while (piece + 1 < vocab && x[piece] != top) piece++;
+    *place = (int64_t)piece;
+    return magnitude > 0x7f800000 ? NAN : top;
+}
+
+/* For each of n rows: its maximum, where that is, and its mass where `rate` is not 0. */
+void specwire_summary(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n,
+                      const float *rate, float *top, int64_t *place, double *mass, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (n * vocab > 1 << 15)
+    for (size_t r = 0; r < n; r++) {
+        const float *row = x + (size_t)rows[r] * stride;
+        top[r] = top_of(row, vocab, place + r);
+        const float *ahead = r + 1 < n ? x + (size_t)rows[r + 1] * stride : row;
+        mass[r] = rate[r] != 0.0f && isfinite(top[r]) ? mass_of(row, vocab, top[r], rate[r], ahead) : 1.0;
+    }
+}
+
+/* One row's p times a factor, less q, where that is positive. */
+typedef struct {
+    const float *x;
+    size_t vocab;
+    float top, rate, factor;
+    const int64_t *ids; /* ascending */
+    const double *q;
+    size_t num_ids;
+} residual;
+
+/* Weights of the piece at `at` into w; `next` is an entry of q after which none is left out. Returns their sum. */
+static double weigh(const residual *r, size_t at, size_t *next, float *w) {
+    const size_t len = at + PIECE < r->vocab ? PIECE : r->vocab - at;
+    for (size_t i = 0; i < len; i++) w[i] = r->factor * power((r->x[at + i] - r->top) * r->rate);
+    for (; *next < r->num_ids && (size_t)r->ids[*next] < at + len; ++*next) {
+        if ((size_t)r->ids[*next] < at) continue;
+        float *weight = w + r->ids[*next] - at;
+        *weight -= (float)r->q[*next];
+        if (!(*weight > 0.0f)) *weight = 0.0f;
+    }
+    double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+    for (size_t i = 0; i < len; i++) sum += w[i];
+    return sum;
+}
+
+/* The first id whose running sum exceeds its share of the total. An id without weight never comes out. */
+static int64_t draw(residual r, double uniform) {
+    const size_t num_pieces = (r.vocab + PIECE - 1) / PIECE;
+    double sums[num_pieces], total = 0.0;
+    float w[PIECE];
+    size_t next = 0;
+    for (size_t piece = 0; piece < num_pieces; piece++)
+        total += sums[piece] = weigh(&r, piece * PIECE, &next, w);
+    if (!(total > 0.0)) {
+        if (!r.num_ids) return 0; /* not finite: the caller faults it */
+        r.num_ids = 0;            /* p == q */
+        return draw(r, uniform);
+    }
+    const double share = uniform * total, below = nextafter(total, 0.0);
+    const double target = share < below ? share : below;
+    double running = 0.0;
+    size_t piece = 0;
+    while (!(running + sums[piece] > target)) running += sums[piece++];
+    next = 0;
+    weigh(&r, piece * PIECE, &next, w);
+    int64_t found = 0;
+    for (size_t i = 0; i < PIECE && piece * PIECE + i < r.vocab; i++) {
+        if (!(w[i] > 0.0f)) continue;
+        found = (int64_t)(piece * PIECE + i);
+        running += w[i];
+        if (running > target) break;
+    }
+    /* Added one by one a piece can fall short of its sum by rounding; its last id with weight is then the one. */
+    return found;
+}
+
+/* One token for each of n rows, from max(factor p - q, 0), or from p where that has no mass. `factor` is p's
+ * multiplier over the row's mass; the entries of q of row r are offsets[r] ... offsets[r + 1] of ids and q. */
+void specwire_draw(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n, const float *rate,
+                   const float *top, const float *factor, const int64_t *offsets, const int64_t *ids,
+                   const double *q, const double *uniform, int64_t *out, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (n * vocab > 1 << 15)
+    for (size_t r = 0; r < n; r++) {
+        const size_t first = (size_t)offsets[r];
+        const residual rest = {x + (size_t)rows[r] * stride, vocab, top[r], rate[r], factor[r], ids + first,
+                               q + first, (size_t)offsets[r + 1] - first};
+        out[r] = draw(rest, uniform[r]);
+    }
+}
+
+/* `shared.randomness.philox`: the first three words. */
+static inline void philox(uint64_t seed, uint64_t position, uint32_t purpose, uint32_t last, uint32_t out[3]) {
+    uint32_t c0 = (uint32_t)position, c1 = last, c2 = purpose, c3 = (uint32_t)(position >> 32);
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        const uint64_t a = (uint64_t)c0 * 0xD2511F53u, b = (uint64_t)c2 * 0xCD9E8D57u;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+}
+
+/* The uniform number in (0, 1) whose -log is the Exp(1) draw. */
+static inline double open_uniform(const uint32_t words[3]) {
+    const uint64_t word = (uint64_t)words[1] << 32 | words[0];
+    return ((double)(word >> 11) + 0.5) * 0x1p-53;
+}
+
+typedef struct {
+    double ratio;
+    int64_t id;
+} choice;
+
+static void look_into(const float *x, size_t vocab, float top, float rate, uint64_t seed, uint64_t position,
+                      uint32_t purpose, size_t block, double smallest, uint32_t place, choice *best) {
+    const size_t at = block * NOISE_BLOCK;
+    for (size_t i = 0; i < NOISE_BLOCK && at + i < vocab; i++) {
+        const double weight = power((x[at + i] - top) * rate);
+        if (!(weight > 0.0) || smallest / weight >= best->ratio) continue;
+        double noise = smallest;
+        if (i != place) {
+            uint32_t words[3];
+            philox(seed, position, purpose | 1 << 8, (uint32_t)(at + i), words);
+            noise -= log(open_uniform(words));
+        }
+        if (noise / weight < best->ratio) *best = (choice){noise / weight, (int64_t)(at + i)};
+    }
+}
+
+/* The id with the smallest noise / weight of one row. */
+static int64_t coupled_choice(const float *x, size_t vocab, float top, int64_t likeliest, float rate, uint64_t seed,
+                              uint64_t position, uint32_t purpose) {
+    choice best = {INFINITY, likeliest};
+    const size_t num_blocks = (vocab + NOISE_BLOCK - 1) / NOISE_BLOCK, first = (size_t)likeliest / NOISE_BLOCK;
+    uint32_t words[3];
+    philox(seed, position, purpose, (uint32_t)first, words);
+    look_into(x, vocab, top, rate, seed, position, purpose, first, -log(open_uniform(words)) / NOISE_BLOCK,
+              words[2] % NOISE_BLOCK, &best);
+    for (size_t block = 0; block < num_blocks; block++) {
+        const size_t at = block * NOISE_BLOCK, end = at + NOISE_BLOCK < vocab ? at + NOISE_BLOCK : vocab;
+        float largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+        for (size_t i = at; i < end; i++) largest = x[i] > largest ? x[i] : largest;
+        const double weight = power((largest - top) * rate);
+        if (block == first || !(weight > 0.0)) continue;
+        philox(seed, position, purpose, (uint32_t)block, words);
+        const double uniform = open_uniform(words);
+        /* Its smallest ratio is -log(uniform) / (32 weight), and -log(u) >= 1 - u. */
+        if (1.0 - uniform > best.ratio * weight * NOISE_BLOCK) continue;
+        look_into(x, vocab, top, rate, seed, position, purpose, block, -log(uniform) / NOISE_BLOCK,
+                  words[2] % NOISE_BLOCK, &best);
+    }
+    return best.id;
+}
+
+/* Coupled verification of n blocks: block b has rows first[b] ... first[b + 1] - 1 of the batch, one more than
+ * drafted tokens. Rows behind the first token that is not the target's are not looked at. */
+void specwire_coupled(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n,
+                      const int64_t *first, const int64_t *drafted, const float *rate, const float *top,
+                      const int64_t *likeliest, const int64_t *seed, const int64_t *position, uint32_t purpose,
+                      int64_t *num_accepted, int64_t *out, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (size_t b = 0; b < n; b++) {
+        const size_t num_drafted = (size_t)(first[b + 1] - first[b]) - 1;
+        const int64_t *tokens = drafted + first[b] - (int64_t)b; /* every earlier block has one more row */
+        for (size_t i = 0; i <= num_drafted; i++) {
+            const size_t r = (size_t)first[b] + i;
+            num_accepted[b] = (int64_t)i;
+            out[b] = isfinite(top[r]) ? coupled_choice(x + (size_t)rows[r] * stride, vocab, top[r], likeliest[r],
+                                                       rate[r], (uint64_t)seed[r], (uint64_t)position[r], purpose)
+                                      : 0;
+            if (i == num_drafted || out[b] != tokens[i]) break;
+        }
+    }
+}

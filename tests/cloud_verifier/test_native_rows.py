@@ -1,0 +1,173 @@
+"""The compiled reading of rows against NumPy in float64, and against the oracle's draws."""
+
+import numpy as np
+import pytest
+import torch
+
+from cloud_verifier.native_rows import kernel_for, row_kernel
+from shared.messages import SamplingParams
+from shared.reference import inverse_cdf, residual
+from shared.sampling import coupled_choice, probabilities
+
+WIDTHS = [1, 5, 31, 1023, 1025, 20_000]
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    found = row_kernel()
+    if (
+        found is None
+    ):  # a machine without a C compiler judges with torch's operations, which have their own tests
+        pytest.xfail("no C compiler")
+    return found
+
+
+def rate_of(temperature, num):
+    return np.full(num, np.log2(np.e) / temperature, np.float32)
+
+
+def some_logits(rng, num, width):
+    """A pass whose rows are wider than the vocabulary, with forbidden tokens."""
+    logits = rng.normal(0, 4, (num, width + 3)).astype(np.float32)
+    logits[:, rng.random(width + 3) < 0.2] = -np.inf
+    logits[:, width // 2] = 1.0
+    return torch.from_numpy(logits)[:, :width]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 1e-4])
+def test_maxima_places_and_masses(kernel, width, temperature):
+    rng = np.random.default_rng(width)
+    logits = some_logits(rng, 7, width)
+    logits[2] = logits[2].round()
+    rows = np.array([5, 2, 2, 0])
+    top, place, mass = kernel.summary(logits, rows, rate_of(temperature, 4))
+    wanted = logits.double().numpy()[rows]
+    assert top.tolist() == wanted.max(axis=1).tolist()
+    assert place.tolist() == wanted.argmax(axis=1).tolist()
+    exact = np.exp((wanted - wanted.max(axis=1, keepdims=True)) / temperature).sum(axis=1)
+    np.testing.assert_allclose(mass, exact, rtol=1e-6)
+
+
+def test_without_a_rate_there_is_no_mass(kernel):
+    logits = some_logits(np.random.default_rng(0), 3, 50)
+    assert kernel.summary(logits, np.arange(3), np.zeros(3, np.float32))[2].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("at", [0, 1030, 2047])
+def test_a_row_that_is_not_finite_shows_in_its_maximum_alone(kernel, bad, at):
+    logits = some_logits(np.random.default_rng(1), 3, 2048)
+    expected = kernel.summary(logits, np.arange(3), rate_of(1.0, 3))
+    logits[1, at] = bad
+    found = kernel.summary(logits, np.arange(3), rate_of(1.0, 3))
+    assert not np.isfinite(found[0][1])
+    for actual, wanted in zip(found, expected, strict=True):
+        assert actual[[0, 2]].tolist() == wanted[[0, 2]].tolist()
+    logits[1] = -np.inf
+    assert kernel.summary(logits, np.arange(3), rate_of(1.0, 3))[0][1] == -np.inf
+
+
+def drawn(kernel, logits, rows, temperature, scale, q_rows, uniform):
+    """Through the kernel, with q as a list of (ids, probs)."""
+    rate = rate_of(temperature, len(rows))
+    top, _, mass = kernel.summary(logits, rows, rate)
+    offsets = np.cumsum([0, *(len(ids) for ids, _ in q_rows)])
+    ids = np.concatenate([ids for ids, _ in q_rows]).astype(np.int64)
+    probs = np.concatenate([probs for _, probs in q_rows])
+    factor = (scale / mass).astype(np.float32)
+    return kernel.draw(logits, rows, rate, top, factor, (offsets, ids, probs), uniform)
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_draws_are_those_of_the_oracle(kernel, width):
+    rng = np.random.default_rng(width)
+    num, temperature = 400, 0.8
+    logits = some_logits(rng, 10, width)
+    rows = rng.integers(0, 10, num)
+    scale, uniform = rng.choice([1.0, 0.6], num), rng.random(num)
+    uniform[:2] = 0.0, 1 - 2.0**-53
+    q_rows, expected = [], []
+    for row, factor, u in zip(rows, scale, uniform, strict=True):
+        p = probabilities(logits[row].numpy(), SamplingParams(temperature)).astype(np.float64)
+        kept = np.sort(rng.choice(width, rng.integers(0, min(width, 20)), replace=False))
+        q = np.zeros(width)
+        q[kept] = rng.dirichlet(np.ones(len(kept))) if len(kept) else 0.0
+        q_rows.append((kept, q[kept]))
+        rest = residual(p, q, factor)
+        expected.append({inverse_cdf(rest, min(max(u + d, 0.0), 1 - 2.0**-53)) for d in (-1e-5, 0.0, 1e-5)})
+    actual = drawn(kernel, logits, rows, temperature, scale, q_rows, uniform)
+    # Only a draw within rounding of a boundary may fall on its other side.
+    assert all(token in allowed for token, allowed in zip(actual.tolist(), expected, strict=True))
+    assert len(set(actual.tolist())) > min(width, 30) // 3
+
+
+def test_what_p_does_not_leave_is_never_drawn_and_equal_distributions_give_p(kernel):
+    logits = torch.full((1, 2000), -torch.inf)
+    logits[0, [7, 1500]] = 0.0
+    uniform = np.linspace(0, 1 - 2.0**-53, 101)
+    rows, scale = np.zeros(101, np.int64), np.ones(101)
+    nothing = (np.zeros(0), np.zeros(0))
+    assert set(drawn(kernel, logits, rows, 1.0, scale, [nothing] * 101, uniform).tolist()) == {7, 1500}
+    certain = (np.array([7]), np.array([0.75]))
+    assert set(drawn(kernel, logits, rows, 1.0, scale, [certain] * 101, uniform).tolist()) == {1500}
+    equal = (np.array([7, 1500]), np.array([0.5, 0.5]))
+    assert set(drawn(kernel, logits, rows, 1.0, scale, [equal] * 101, uniform).tolist()) == {7, 1500}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_coupled_choice_is_that_of_both_sides(kernel, width):
+    rng = np.random.default_rng(width)
+    num, sampling = 60, SamplingParams(temperature=0.9)
+    logits = some_logits(rng, num, width)
+    seeds = rng.integers(0, 2**64, num, dtype=np.uint64)
+    positions = rng.integers(0, 2**40, num)
+    expected = [
+        coupled_choice(probabilities(row, sampling), int(seed), int(position))
+        for row, seed, position in zip(logits.numpy(), seeds, positions, strict=True)
+    ]
+    rate = rate_of(0.9, num)
+    top, place, _ = kernel.summary(logits, np.arange(num), np.zeros(num, np.float32))
+
+    def judged(first, drafted):
+        keys = (seeds.view(np.int64), positions)
+        return kernel.coupled(logits, np.arange(num), first, drafted, rate, top, place, keys)
+
+    alone = judged(np.arange(num + 1), np.zeros(0, np.int64))
+    assert alone[0].tolist() == [0] * num
+    assert alone[1].tolist() == expected
+    # Blocks of 2, 0 and 56 drafted tokens; in the last the fourth is wrong.
+    drafted = np.array([*expected[:2], *expected[4:60]])
+    drafted[2 + 3] += 1
+    first = np.array([0, 3, 4, num])
+    drafted = drafted[: num - 3]
+    num_accepted, out = judged(first, drafted)
+    assert num_accepted.tolist() == [2, 0, 3]
+    assert out.tolist() == [expected[2], expected[3], expected[7]]
+
+
+def test_nothing_depends_on_the_company_nor_on_the_threads(kernel):
+    rng = np.random.default_rng(3)
+    logits = some_logits(rng, 9, 30_000)
+    q = [(np.sort(rng.choice(30_000, 50, replace=False)), rng.dirichlet(np.ones(50)) * 0.5) for _ in range(9)]
+    uniform, rows, scale = rng.random(9), np.arange(9), np.ones(9)
+
+    def everything(chosen):
+        rate = rate_of(0.7, len(chosen))
+        tokens = drawn(
+            kernel, logits, rows[chosen], 0.7, scale[chosen], [q[i] for i in chosen], uniform[chosen]
+        )
+        return list(zip(*kernel.summary(logits, rows[chosen], rate), tokens, strict=True))
+
+    num_threads = torch.get_num_threads()
+    together = everything(list(range(9)))
+    assert together == [everything([i])[0] for i in range(9)]
+    torch.set_num_threads(1)
+    assert everything(list(range(9))) == together
+    torch.set_num_threads(num_threads)
+
+
+def test_other_formats_are_left_to_torch(kernel):
+    assert kernel_for(torch.zeros(2, 8)) is kernel
+    assert kernel_for(torch.zeros(2, 8, dtype=torch.bfloat16)) is None
+    assert kernel_for(torch.zeros(8, 2).t()) is None
