@@ -10,7 +10,7 @@ distribution of token i given everything before it, and row K of p is the bonus 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,7 +53,8 @@ class CounterDraws:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """How many drafted tokens are kept, and the recovered or bonus token (none after a full `more` block)."""
+    """How many drafted tokens are kept, and what follows them: the recovered or bonus token (none after a
+    full `more` block), and one more where the recovered token is a sibling."""
 
     num_accepted: int
     tokens: tuple[int, ...]
@@ -146,3 +147,23 @@ def coupled(tokens: Sequence[int], p: Floats, seed: int, base_len: int, *, more:
         noise = coupled_noise(seed, base_len + i, ids)
         scores[i, row > 0] = noise[row > 0] / row[row > 0]
     return greedy(tokens, -scores, more=more)
+
+
+def after_sibling(
+    judged: Judgement,
+    tokens: Sequence[int],
+    siblings: Mapping[tuple[int, int], Floats],
+    write: Callable[[Floats, int], int],
+) -> Judgement:
+    """One token more where the recovered token is a sibling, whose row the verifier has at hand.
+
+    Exact because nothing about it is decided by looking: the recovered token has been drawn, and what the
+    target would write after it is drawn from the target's own row with a draw of its own.
+
+    Args:
+        siblings: (i, token) -> p after tokens[:i] and that token.
+        write: (p [V], how many tokens of this round come before) -> the token that the target writes alone.
+    """
+    kept = judged.num_accepted
+    row = siblings.get((kept, judged.tokens[0])) if kept < len(tokens) else None
+    return judged if row is None else Judgement(kept, (*judged.tokens, write(row, kept + 1)))

@@ -153,6 +153,107 @@ def test_with_and_without_a_compiler_the_verdicts_are_the_same(monkeypatch):
     assert [judge(torch.from_numpy(logits), blocks) for logits, blocks in batches] == compiled
 
 
+def with_siblings(rng, rows, block):
+    """(logits with a row for each sibling at the end, block with siblings): likely and unlikely ones."""
+    vocab_size = rows.shape[1]
+    siblings = tuple(
+        (i, int(token))
+        for i, drafted in enumerate(block.tokens)
+        for token in rng.choice(vocab_size, rng.integers(0, 4))
+        if token != drafted
+    )
+    siblings = tuple(dict.fromkeys(siblings))
+    after = rng.normal(0, 2, (len(siblings), vocab_size)).astype(np.float32)
+    return np.concatenate([rows, after]), replace(block, siblings=siblings)
+
+
+def oracle_with_siblings(logits, block, by=0.0):
+    num_rows = len(block.tokens) + 1
+
+    def write(row, num_before):
+        emitted = block.tokens[: num_before - 1] + judged.tokens
+        alone = replace(
+            block,
+            tokens=(),
+            q=None,
+            more=False,
+            base_len=block.base_len + num_before,
+            context=[*block.context, *emitted],
+        )
+        return oracle(row[None], alone, by).tokens[0]
+
+    judged = oracle(logits[:num_rows], block, by)
+    siblings = dict(zip(block.siblings, logits[num_rows:], strict=True))
+    return reference.after_sibling(judged, block.tokens, siblings, write)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rules", [[name] for name in VERIFICATIONS] + [list(VERIFICATIONS)])
+def test_siblings_equal_the_oracle_on_random_ragged_batches(rules, dtype):
+    rng = np.random.default_rng(len(rules) + 40)
+    num_blocks = num_borderline = num_taken = 0
+    while num_blocks < 300:
+        size = int(rng.choice([4, 7, 12]))
+        parts = [random_block(rng, size, str(rng.choice(rules))) for _ in range(rng.integers(1, 7))]
+        parts = [with_siblings(rng, rows, block) for rows, block in parts]
+        passed = torch.from_numpy(np.concatenate([rows for rows, _ in parts])).to(dtype)
+        judged_rows, row = passed.float().numpy(), 0
+        for (_, block), outcome in zip(parts, judge(passed, [block for _, block in parts]), strict=True):
+            rows = judged_rows[row : row + len(block.tokens) + 1 + len(block.siblings)]
+            row += len(rows)
+            assert outcome.fault is None
+            actual = reference.Judgement(outcome.num_accepted, outcome.tokens)
+            if actual != oracle_with_siblings(rows, block):
+                num_borderline += 1
+                assert actual in [oracle_with_siblings(rows, block, by) for by in (-1e-5, 1e-5)], block
+            if outcome.sibling >= 0:
+                num_taken += 1
+                assert block.siblings[outcome.sibling] == (outcome.num_accepted, outcome.tokens[0])
+            assert len(outcome.tokens) <= 1 + (outcome.sibling >= 0)
+            num_blocks += 1
+    assert num_borderline <= num_blocks // 100
+    assert num_taken > 20
+
+
+def test_siblings_change_neither_what_is_accepted_nor_what_is_recovered():
+    rng = np.random.default_rng(14)
+    for rule in VERIFICATIONS:
+        plain = [random_block(rng, 12, rule) for _ in range(40)]
+        wide = [with_siblings(rng, rows, block) for rows, block in plain]
+        before, after = (
+            judge(
+                torch.from_numpy(np.concatenate([rows for rows, _ in parts])), [block for _, block in parts]
+            )
+            for parts in (plain, wide)
+        )
+        for one, other in zip(before, after, strict=True):
+            assert (one.num_accepted, one.tokens) == (other.num_accepted, other.tokens[: len(one.tokens)])
+
+
+def test_logprobs_go_on_after_a_sibling():
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(2))
+    best = logits.argmax(dim=1).tolist()
+    wrong = (best[0] + 1) % 30
+    siblings = ((0, (wrong + 5) % 30), (0, best[0]))
+    block = BlockInput((wrong, 3), None, SamplingParams(), "greedy", 5, logprobs=2, siblings=siblings)
+    outcome = judge(logits, [block])[0]
+    assert (outcome.num_accepted, outcome.tokens, outcome.sibling) == (0, (best[0], best[4]), 1)
+    assert [line[0] for line in outcome.logprobs.ids] == [best[0], best[4]]
+    exact = logits.double().log_softmax(dim=1)
+    wanted = [float(exact[0, best[0]]), float(exact[4, best[4]])]
+    np.testing.assert_allclose([line[0] for line in outcome.logprobs.values], wanted, atol=1e-5)
+
+
+def test_a_row_after_a_sibling_that_is_not_finite_faults_its_block_when_it_is_needed():
+    logits = torch.zeros(4, 4)
+    logits[0, 2] = 9.0
+    block = BlockInput((1,), None, SamplingParams(), "greedy", 5, siblings=((0, 2), (0, 3)))
+    logits[3, 0] = torch.nan
+    assert judge(logits, [block])[0].tokens == (2, 0)
+    logits[2, 0] = torch.nan
+    assert judge(logits, [block])[0].fault.kind is FaultKind.NOT_FINITE
+
+
 def flat(num_rows, vocab_size=4):
     return torch.zeros(num_rows, vocab_size)
 

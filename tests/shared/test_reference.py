@@ -10,6 +10,7 @@ from shared.randomness import coupled_noise
 from shared.reference import (
     CounterDraws,
     Judgement,
+    after_sibling,
     block,
     coupled,
     fused,
@@ -159,6 +160,90 @@ def test_a_block_that_ends_early_at_some_token_is_judged_as_exactly(name):
     assert sum(emitted.values()) == pytest.approx(1.0, abs=1e-12)
     for sequence, actual in completed(emitted, p, 4).items():
         assert actual == pytest.approx(probability(p, sequence), abs=1e-12)
+
+
+def with_siblings(rule, p, chosen):
+    """`rule` with the tokens `chosen(i, drafted, q)` as siblings of drafted token i."""
+
+    def judge(drafted, q_rows, p_rows, draws, *, more):
+        siblings = {
+            (i, token): p[(*drafted[:i], token)]
+            for i in range(len(drafted))
+            for token in chosen(i, drafted, q_rows)
+            if token != drafted[i]
+        }
+        judged = rule(drafted, q_rows, p_rows, draws, more=more)
+        return after_sibling(judged, drafted, siblings, lambda row, n: draws.sample(n, row))
+
+    return judge
+
+
+def likeliest_two(i, drafted, q_rows):
+    others = [token for token in np.argsort(-q_rows[i], kind="stable").tolist() if token != drafted[i]]
+    return others[:2]
+
+
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize(("vocab_size", "num_drafted"), [(3, 1), (3, 2), (4, 2), (3, 3), (4, 3)])
+@pytest.mark.parametrize("name", RULES)
+def test_siblings_add_tokens_and_change_nothing(name, vocab_size, num_drafted, more):
+    more_tokens = 0.0
+    for seed in range(3):
+        rng = np.random.default_rng([vocab_size, num_drafted, seed])
+        p = Tree(rng, vocab_size)
+        q = SometimesEqual(rng, p)
+        emitted = round_distribution(
+            with_siblings(RULES[name], p, likeliest_two), p, q, num_drafted, more=more
+        )
+        assert sum(emitted.values()) == pytest.approx(1.0, abs=1e-12)
+        for sequence, actual in completed(emitted, p, num_drafted + 1).items():
+            assert actual == pytest.approx(probability(p, sequence), abs=1e-12)
+        plain = round_distribution(RULES[name], p, q, num_drafted, more=more)
+        for sign, out in ((1, emitted), (-1, plain)):
+            more_tokens += sign * sum(len(tokens) * weight for tokens, weight in out.items())
+    assert more_tokens > 0.01
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_enumeration_would_notice_a_recovered_token_that_prefers_siblings(name):
+    rng = np.random.default_rng(5)
+    p, q = Tree(rng, 4), Tree(rng, 4)
+
+    def preferring(drafted, q_rows, p_rows, draws, *, more):
+        judged = RULES[name](drafted, q_rows, p_rows, draws, more=more)
+        if judged.num_accepted == len(drafted):
+            return judged
+        at = judged.num_accepted
+        wanted = [t for t in likeliest_two(at, drafted, q_rows) if p_rows[at, t] > 0]
+        return Judgement(at, (wanted or judged.tokens)[:1])
+
+    emitted = round_distribution(with_siblings(preferring, p, likeliest_two), p, q, 2, more=False)
+    worst = max(abs(a - probability(p, s)) for s, a in completed(emitted, p, 3).items())
+    assert worst > 1e-3
+
+
+def test_after_a_sibling_greedy_and_coupled_write_what_the_target_alone_writes():
+    rng = np.random.default_rng(6)
+    p = Tree(rng, 4)
+    for drafted in itertools.product(range(4), repeat=2):
+        p_rows = np.array([p[drafted[:i]] for i in range(3)])
+        siblings = {(i, t): p[(*drafted[:i], t)] for i in range(2) for t in range(4) if t != drafted[i]}
+        for rule in (
+            lambda tokens, rows, base: greedy(tokens, rows),
+            lambda tokens, rows, base: coupled(tokens, rows, 8, base),
+        ):
+            written = ()
+            for i in range(4):
+                written += rule((), p[written][None], 20 + i).tokens
+            judged = after_sibling(
+                rule(drafted, p_rows, 20),
+                drafted,
+                siblings,
+                lambda row, n, rule=rule: rule((), row[None], 20 + n).tokens[0],
+            )
+            emitted = drafted[: judged.num_accepted] + judged.tokens
+            assert emitted == written[: len(emitted)]
+            assert len(judged.tokens) == 1 + (judged.num_accepted < 2)
 
 
 def test_block_verification_never_accepts_less_than_token_wise():
