@@ -212,7 +212,7 @@ def test_siblings_equal_the_oracle_on_random_ragged_batches(rules, dtype):
             assert len(outcome.tokens) <= 1 + (outcome.sibling >= 0)
             num_blocks += 1
     assert num_borderline <= num_blocks // 100
-    assert num_taken > 20
+    assert num_taken > 5
 
 
 def test_siblings_change_neither_what_is_accepted_nor_what_is_recovered():
