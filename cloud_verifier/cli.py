@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,6 +71,10 @@ def serve(
     max_sessions: Annotated[int, typer.Option(help="Sessions served at once.", min=1)] = 256,
     max_block: Annotated[int, typer.Option(help="Drafted tokens in one block at most.", min=1)] = 32,
     pass_tokens: Annotated[int, typer.Option(help="Tokens in one forward pass at most.", min=1)] = 512,
+    siblings: Annotated[
+        str,
+        typer.Option(help="Other tokens than a drafted one that share its pass: auto, or how many; 0: none."),
+    ] = "auto",
     allow_verification: Annotated[
         str, typer.Option(help="Comma-separated rules that clients may ask for; empty allows the exact ones.")
     ] = "",
@@ -141,15 +146,20 @@ def serve(
     def load() -> TargetModel:
         return load_target(target, device, dtype, kv_cache_bytes, threads, max_context or None)
 
-    asyncio.run(_serve(config, load, authenticator, metrics_listen))
+    asyncio.run(_serve(config, siblings, load, authenticator, metrics_listen))
 
 
 async def _serve(
-    config: ServerConfig, load: Callable[[], TargetModel], authenticator: Authenticator, metrics_listen: str
+    config: ServerConfig,
+    siblings: str,
+    load: Callable[[], TargetModel],
+    authenticator: Authenticator,
+    metrics_listen: str,
 ) -> None:
     from cloud_verifier.http import operator_port
     from cloud_verifier.metrics import Metrics
     from cloud_verifier.server import running_server
+    from cloud_verifier.siblings import sibling_rule
 
     metrics = Metrics()
     stop = asyncio.Event()
@@ -170,6 +180,8 @@ async def _serve(
         # once they outnumber the cores none waits for its next piece awake: passes take half as long again.
         with ThreadPoolExecutor(1) as loader:
             model = await loop.run_in_executor(loader, load)
+            rule = await loop.run_in_executor(loader, sibling_rule, siblings, model)
+            config = replace(config, siblings=rule)
         port = await stack.enter_async_context(running_server(model, config, authenticator, metrics))
         host = config.listen.rpartition(":")[0]
         security = "plain text" if config.tls is None else "TLS"

@@ -18,6 +18,7 @@ from cloud_verifier.passes import PassRunner, StepEmulation, Target
 from cloud_verifier.registry import EngineLimits, Registry
 from cloud_verifier.scheduler import Budget, plan
 from cloud_verifier.sessions import Session, Sink, Step
+from cloud_verifier.siblings import SiblingRule
 from shared.codecs import Distributions
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import Append, DraftBlock, Generate, Load, Open, Opened
@@ -71,6 +72,7 @@ class Engine:
         emulation: StepEmulation | None = None,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        siblings: SiblingRule | None = None,
     ) -> None:
         self.limits = limits or EngineLimits()
         self.clock = clock
@@ -78,7 +80,7 @@ class Engine:
         self._budget = budget or Budget()
         self._observer = _WithPassTimes(observer or Observer())
         self._registry = Registry(model.pool, self.max_context, self.limits, clock, self._observer)
-        self._runner = PassRunner(model, self._registry, self._observer, emulation, clock)
+        self._runner = PassRunner(model, self._registry, self._observer, emulation, clock, siblings)
         self._pool = model.pool
         self._inbox: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
         self._wake = threading.Condition()

@@ -21,6 +21,7 @@ from cloud_verifier.observer import Answered, Observer, PassRecord
 from cloud_verifier.registry import Registry
 from cloud_verifier.scheduler import Work
 from cloud_verifier.sessions import Session, Step
+from cloud_verifier.siblings import SiblingRule
 from cloud_verifier.target_model import Segment
 from cloud_verifier.verification import VERIFICATIONS, BlockInput, BlockOutcome, judge
 from shared.codecs.base import Distributions
@@ -73,12 +74,14 @@ class PassRunner:
         observer: Observer,
         emulation: StepEmulation | None,
         clock: Callable[[], float],
+        siblings: SiblingRule | None = None,
     ) -> None:
         self._model = model
         self._registry = registry
         self._observer = observer
         self._emulation = emulation
         self._clock = clock
+        self._siblings = siblings
 
     def run(self, works: list[Work], woke_at: float) -> None:
         """One pass; whatever goes wrong ends the session that it belongs to, and no other."""
@@ -97,8 +100,9 @@ class PassRunner:
             session = work.session
             if session.kv_len != work.start:
                 continue  # an older one needed its slots
+            widened = self._with_siblings(work)
             with contextlib.suppress(SpecwireError):
-                ready.append((work, self._registry.claim(session, len(work.tokens))))
+                ready.append((widened, self._registry.claim(session, widened.num_fed)))
         if works and not ready:
             work = works[0]
             try:
@@ -106,6 +110,17 @@ class PassRunner:
             except SpecwireError as error:
                 self._registry.fault(work.session, error)
         return ready
+
+    def _with_siblings(self, work: Work) -> Work:
+        """The work with what its session allows and the rule finds worth a row."""
+        session, step = work.session, work.step
+        most = session.request.num_siblings
+        if self._siblings is None or not most or step is None or step.q is None or not work.drafted:
+            return work
+        # What follows the recovered token must fit the answer too.
+        room = session.limit - len(session.committed) - 1
+        q = _first_positions(step.q, len(work.drafted))
+        return replace(work, siblings=self._siblings.choose(q, work.drafted, most, room))
 
     def _compute(self, ready: list[Piece]) -> list[tuple[list[Piece], _Result]]:
         """Forward and verification. When a pass fails each piece runs alone, so that only the one at fault
@@ -123,18 +138,14 @@ class PassRunner:
     @torch.inference_mode()
     def _forward_and_judge(self, ready: list[Piece]) -> _Result:
         segments = [
-            Segment(
-                np.asarray(work.tokens, np.int64),
-                np.concatenate((work.session.slots, new_slots)),
-                work.num_logits,
-            )
+            _segment(work, np.concatenate((work.session.slots, new_slots)))
             for work, new_slots in ready
             if work.tokens
         ]
         started = self._clock()
         rows = self._model.forward(segments) if segments else None
         if self._emulation is not None:
-            num_tokens = sum(len(work.tokens) for work, _ in ready)
+            num_tokens = sum(work.num_fed for work, _ in ready)
             time.sleep(max(0.0, self._emulation.seconds(num_tokens) - (self._clock() - started)))
         judging = self._clock()
         judged = [work for work, _ in ready if work.step is not None]
@@ -146,7 +157,7 @@ class PassRunner:
 
     def _finish(self, pieces: list[Piece], result: _Result, started: float, woke_at: float) -> None:
         """Commits the outcomes of a pass and replies."""
-        num_tokens = sum(len(work.tokens) for work, _ in pieces)
+        num_tokens = sum(work.num_fed for work, _ in pieces)
         answered: list[Answered] = []
         outcomes = iter(result.outcomes)
         row = 0
@@ -159,7 +170,8 @@ class PassRunner:
                     self._registry.cache_prefix(session)
                 continue
             outcome = next(outcomes)
-            row += len(work.drafted) + 1
+            bonus_row = row + len(work.drafted)
+            row = bonus_row + 1 + len(work.siblings)
             timing = Timing(
                 queue_us=max(0, int((started - step.arrived_at) * 1e6)),
                 forward_us=int(result.forward_s * 1e6),
@@ -170,7 +182,7 @@ class PassRunner:
             try:
                 if outcome.fault is not None:
                     raise outcome.fault
-                last_row = None if result.logits is None else result.logits[row - 1]
+                last_row = None if result.logits is None else result.logits[bonus_row]
                 answered.append(self._commit(work, step, held, outcome, timing, last_row))
             except Exception as error:
                 self._registry.fault(session, internal_fault(error, work))
@@ -197,7 +209,7 @@ class PassRunner:
     ) -> Answered:
         """Turns one outcome into committed tokens, held slots and a reply.
 
-        `held` are the slots of the old prefix and of all that was fed.
+        `held` are the slots of the old prefix and of all that was fed, siblings last.
         """
         session, message = work.session, step.message
         before = len(session.committed)
@@ -209,8 +221,14 @@ class PassRunner:
         else:
             reply = session.commit_generated(step, outcome, timing)
             continues = False
-        # The model has seen the old prefix and the accepted tokens; the rest is forgotten.
-        keep = min(before + outcome.num_accepted, len(session.committed) - (not continues))
+        # The model has seen the old prefix, the accepted tokens and the sibling that was taken; the rest is
+        # forgotten.
+        seen = before + outcome.num_accepted
+        if outcome.sibling >= 0:
+            at = len(held) - len(work.siblings) + outcome.sibling
+            held = np.concatenate((held[:seen], held[at : at + 1], held[seen:at], held[at + 1 :]))
+            seen += 1
+        keep = min(seen, len(session.committed) - (not continues))
         session.slots = held[:keep]
         self._model.pool.release(held[keep:])
         session.kept_row = last_row.clone() if continues and last_row is not None else None
@@ -270,7 +288,7 @@ def _block_input(work: Work) -> BlockInput:
     message = step.message
     return BlockInput(
         tokens=work.drafted,
-        q=_first_positions(step.q, len(work.drafted)) if work.drafted else None,
+        q=_first_positions(step.q, len(work.drafted)) if work.drafted and step.q is not None else None,
         sampling=session.sampling,
         rule=session.request.verification,
         base_len=len(session.committed),
@@ -279,11 +297,23 @@ def _block_input(work: Work) -> BlockInput:
         context=session.committed if needs_history(session.sampling) else (),
         prompt_len=session.answer_start,
         eos_ids=session.request.eos_ids,
+        siblings=work.siblings,
     )
 
 
-def _first_positions(q: Distributions | None, num_rows: int) -> Distributions | None:
-    if q is None or len(q.offsets) == num_rows + 1:
+def _segment(work: Work, slots: NDArray[np.int64]) -> Segment:
+    """What a piece of work feeds: its tokens, and every sibling as a leaf beside the token it may replace."""
+    tokens = np.array([*work.tokens, *(token for _, token in work.siblings)], np.int64)
+    if not work.siblings:
+        return Segment(tokens, slots, work.num_logits)
+    first = len(work.tokens) - len(work.drafted)
+    chain = np.arange(len(work.tokens)) - 1
+    leaves = np.array([first + place - 1 for place, _ in work.siblings])
+    return Segment(tokens, slots, work.num_logits, np.concatenate((chain, leaves)))
+
+
+def _first_positions(q: Distributions, num_rows: int) -> Distributions:
+    if len(q.offsets) == num_rows + 1:
         return q
     end = int(q.offsets[num_rows])
     return Distributions(q.offsets[: num_rows + 1], q.ids[:end], q.probs[:end])

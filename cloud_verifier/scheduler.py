@@ -42,6 +42,7 @@ class Work:
         tokens: to feed.
         step: what is answered after the pass; None for a chunk of a prompt.
         drafted: the block's tokens among `tokens` (the last ones); empty when the target writes alone.
+        siblings: (i, token) fed after all of them, in the place of drafted token i.
     """
 
     session: Session
@@ -49,13 +50,18 @@ class Work:
     tokens: tuple[int, ...]
     step: Step | None = None
     drafted: tuple[int, ...] = ()
+    siblings: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_fed(self) -> int:
+        return len(self.tokens) + len(self.siblings)
 
     @property
     def num_logits(self) -> int:
-        """Rows wanted from the forward: one a drafted token and the bonus row, less a kept row."""
+        """Rows wanted from the forward: of each drafted token and sibling, and the bonus; less a kept one."""
         if self.step is None:
             return 0
-        return len(self.drafted) + (self.session.kept_row is None)
+        return len(self.drafted) + len(self.siblings) + (self.session.kept_row is None)
 
 
 def plan(sessions: Iterable[Session], budget: Budget) -> list[Work]:

@@ -23,6 +23,7 @@ from cloud_verifier.passes import StepEmulation, is_lossy
 from cloud_verifier.registry import EngineLimits
 from cloud_verifier.scheduler import Budget
 from cloud_verifier.service import SERVICE_NAME, VerifierService
+from cloud_verifier.siblings import SiblingRule
 from cloud_verifier.stream import ServicePolicy
 from cloud_verifier.target_model import TargetModel
 from cloud_verifier.verification import VERIFICATIONS, get_verification
@@ -51,6 +52,7 @@ class ServerConfig:
     limits: EngineLimits = field(default_factory=EngineLimits)
     budget: Budget = field(default_factory=Budget)
     emulation: StepEmulation | None = None
+    siblings: SiblingRule | None = None
     log_prompts: bool = False
     open_timeout_s: float = 20.0
 
@@ -105,7 +107,12 @@ async def running_server(
     """
     metrics = metrics or Metrics()
     engine = Engine(
-        model, limits=config.limits, budget=config.budget, emulation=config.emulation, observer=metrics
+        model,
+        limits=config.limits,
+        budget=config.budget,
+        emulation=config.emulation,
+        observer=metrics,
+        siblings=config.siblings,
     )
     server = grpc.aio.server(options=transport.server_options(config.max_message_bytes))
     describe = make_describe(model, engine, config)

@@ -1,0 +1,121 @@
+"""Which other tokens than the drafted ones are worth a row of the pass.
+
+A sibling stands in the place of a drafted token, as a leaf of the same pass. If the token that corrects
+the first rejection is one, the logits after it are there already, and one token more comes out of the
+round for no byte on the wire. Which tokens are added depends on the block and its q alone, never on the
+load or on how long passes happen to take: so the same seed gives the same text alone and in any company.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cloud_verifier.kv_pool import KvPool
+from cloud_verifier.pass_layout import Segment
+from shared.codecs.base import Distributions
+from shared.faults import FaultKind, SpecwireError
+
+# Of the probability that q leaves to tokens it did not draw, the part that ends in a rejection; and
+# likewise of q(y), the part that ends with y as the recovered token.
+_DOUBT = 0.5
+_LEAST_GAIN = 1e-3  # tokens; what brings less is not worth looking at, whatever it costs
+
+MOST = 8
+_TOKENS_A_ROUND = 2.5
+_BLOCK, _LEAVES, _CONTEXT, _REPEATS = 9, 16, 48, 5
+
+
+class Forward(Protocol):
+    """What is needed of a target to find out what a row costs."""
+
+    pool: KvPool
+
+    def forward(self, segments: Sequence[Segment]) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SiblingRule:
+    """How many siblings a block gets.
+
+    Args:
+        most: for one drafted token.
+        price: tokens that one more row of the pass has to bring on average.
+    """
+
+    most: int
+    price: float = 0.0
+
+    def choose(
+        self, q: Distributions, tokens: tuple[int, ...], most: int, room: int
+    ) -> tuple[tuple[int, int], ...]:
+        """(i, token) of every sibling: `token` instead of the drafted token i.
+
+        Args:
+            q: what the K tokens were drawn from.
+            most: siblings that the client allows for one token.
+            room: only the first so many drafted tokens get any.
+        """
+        rows = np.repeat(np.arange(q.num_rows), np.diff(q.offsets))
+        drafted = np.array(tokens, np.int64)
+        is_drafted = q.ids == drafted[rows]
+        drawn = np.zeros(q.num_rows)
+        drawn[rows[is_drafted]] = q.probs[is_drafted]
+        kept = np.cumprod(1.0 - _DOUBT * (1.0 - drawn))
+        reached = np.concatenate(([1.0], kept[:-1]))
+        gain = _DOUBT * reached[rows] * q.probs
+        worth = ~is_drafted & (gain >= max(self.price, _LEAST_GAIN)) & (rows < room)
+        rows, ids, gain = rows[worth], q.ids[worth], gain[worth]
+        order = np.lexsort((ids, -gain, rows))
+        rows, ids = rows[order], ids[order]
+        rank = np.arange(len(rows)) - np.searchsorted(rows, rows)
+        few = rank < min(self.most, most)
+        return tuple(zip(rows[few].tolist(), ids[few].tolist(), strict=True))
+
+
+def sibling_rule(wanted: str, model: Forward) -> SiblingRule | None:
+    """The rule of `--siblings`: "0" none, "N" up to N for every drafted token, "auto" what the model's speed
+    makes worth while.
+
+    Raises:
+        SpecwireError: BAD_REQUEST for anything else.
+    """
+    if wanted == "auto":
+        return SiblingRule(MOST, row_price(model))
+    if not wanted.isdecimal():
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST, f"--siblings {wanted!r} is no number.", "Use auto, 0, 1, ..."
+        )
+    return SiblingRule(int(wanted)) if int(wanted) else None
+
+
+def row_price(model: Forward) -> float:
+    """Tokens that one more row must bring so that the target writes no fewer tokens a second.
+
+    A row that lengthens a pass by the share s has to lengthen what comes out of it by that share. It is
+    measured once, on a block of usual size, because what a block gets must not change while sessions run.
+    """
+    slots = model.pool.allocate(min(_CONTEXT + _BLOCK + _LEAVES, model.pool.num_slots))
+    try:
+        narrow, wide = (
+            min(_timed(model, slots[: len(slots) - _LEAVES + num], num) for _ in range(_REPEATS))
+            for num in (0, _LEAVES)
+        )
+    finally:
+        model.pool.release(slots)
+    return _TOKENS_A_ROUND * max(wide - narrow, 0.0) / _LEAVES / narrow
+
+
+def _timed(model: Forward, slots: NDArray[np.int64], num_leaves: int) -> float:
+    parents = np.concatenate((np.arange(_BLOCK) - 1, np.full(num_leaves, -1)))
+    tokens = np.zeros(_BLOCK + num_leaves, np.int64)
+    started = time.perf_counter()
+    logits = model.forward([Segment(tokens, slots, len(tokens), parents)])
+    float(logits[-1, -1])  # waits for a device that works behind our back
+    return time.perf_counter() - started
