@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from cloud_verifier.verification import VERIFICATIONS
-from shared import sampling
+from shared import sampling, wire
 from shared.codecs import Distributions, get_codec
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import PROTOCOL_VERSION, Append, Description, DraftBlock, Generate, Open, SamplingParams
@@ -70,6 +70,7 @@ def check_open(message: Open, description: Description) -> Open:
             f"{message.logprobs - 1} likeliest tokens were asked for.",
             f"Ask for at most {_MAX_LOGPROBS - 1}.",
         )
+    wire.check_pad_bytes(message.pad_bytes)
     return replace(
         message,
         max_block=min(message.max_block, description.limits.max_block),
@@ -102,7 +103,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
 def max_message_bytes(opened: Open | None, description: Description) -> int:
     """No message of a client is longer; before a session is open, that of a prompt counts.
 
-    Token ids take at most 5 bytes each. Padding may double a payload. The rest is for the fields around.
+    Token ids take at most 5 bytes each. The rest is for the fields around, and for padding.
     """
     bound = _FIELDS_BYTES + 5 * description.limits.max_context
     if opened is not None:
@@ -110,7 +111,7 @@ def max_message_bytes(opened: Open | None, description: Description) -> int:
             get_codec(name).max_payload_bytes(opened.max_block, description.tokenizer.size)
             for name in description.codecs
         ]
-        bound = max(bound, _FIELDS_BYTES + 2 * max(payloads))
+        bound = max(bound, _FIELDS_BYTES + max(payloads))
     return min(bound, description.limits.max_message_bytes)
 
 

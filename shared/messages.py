@@ -65,6 +65,7 @@ class Open:
     committed_len: int = 0
     logprobs: int = 0
     num_siblings: int = 0
+    pad_bytes: int = 0
     client: str = ""
     protocol: int = PROTOCOL_VERSION
 
@@ -92,7 +93,6 @@ class DraftBlock:
     payload: bytes
     more: bool = False
     codec: str = ""
-    padding_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ client_messages = st.one_of(
         committed_len=count,
         logprobs=count,
         num_siblings=count,
+        pad_bytes=count,
         client=text,
         protocol=count,
     ),
@@ -95,7 +96,6 @@ client_messages = st.one_of(
         payload=st.binary(max_size=20),
         more=st.booleans(),
         codec=text,
-        padding_bytes=st.integers(0, 30),
     ),
     st.builds(Append, count, count, count, ids, count, st.none() | sampling),
     st.builds(Generate, count, count, count, count),
@@ -131,6 +131,32 @@ def test_a_client_message_survives(message: Any) -> None:
 def test_a_server_message_survives(message: Any) -> None:
     data = wire.server_message_to_proto(message).SerializeToString()
     assert wire.server_message_from_proto(pb.ServerMessage.FromString(data)) == message
+
+
+@given(client_messages, st.integers(1, 400) | st.integers(1, wire.MAX_PAD_BYTES))
+def test_a_padded_message_says_the_same_in_a_round_number_of_bytes(message: Any, multiple: int) -> None:
+    proto = wire.client_message_to_proto(message)
+    before = proto.ByteSize()
+    wire.pad(proto, multiple)
+    data = proto.SerializeToString()
+    assert len(data) % multiple == 0
+    assert len(data) <= before + multiple + 1  # one byte cannot be filled, so then it is the next multiple
+    assert wire.client_message_from_proto(pb.ClientMessage.FromString(data)) == message
+
+
+def test_every_number_of_missing_bytes_but_one_is_filled_up() -> None:
+    for size in range(3, 700):
+        notice = pb.ServerMessage(notice=pb.Notice(text="x" * size))
+        before = notice.ByteSize()
+        wire.pad(notice, 512)
+        needed = before + 2 if before % 512 == 511 else before
+        assert notice.ByteSize() == 512 * -(-needed // 512)
+
+
+@pytest.mark.parametrize("multiple", [-1, wire.MAX_PAD_BYTES + 1])
+def test_padding_is_bounded(multiple: int) -> None:
+    with pytest.raises(SpecwireError, match="padded"):
+        wire.pad(pb.ClientMessage(), multiple)
 
 
 @given(

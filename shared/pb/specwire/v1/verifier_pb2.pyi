@@ -17,32 +17,36 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class ClientMessage(_message.Message):
-    __slots__ = ("open", "draft_block", "append", "generate", "close")
+    __slots__ = ("open", "draft_block", "append", "generate", "close", "padding")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     DRAFT_BLOCK_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     open: Open
     draft_block: DraftBlock
     append: Append
     generate: Generate
     close: Close
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., draft_block: _Optional[_Union[DraftBlock, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+    padding: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., draft_block: _Optional[_Union[DraftBlock, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("opened", "verdict", "tokens", "notice", "fault")
+    __slots__ = ("opened", "verdict", "tokens", "notice", "fault", "padding")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     verdict: Verdict
     tokens: Tokens
     notice: Notice
     fault: Fault
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ...) -> None: ...
+    padding: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class TokenizerIdentity(_message.Message):
     __slots__ = ("digest", "size", "name")
@@ -96,7 +100,7 @@ class TokenList(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol", "client", "tokenizer", "codec", "verification", "max_block", "sampling", "eos_ids", "max_new_tokens", "tokens", "prompt_len", "session_id", "committed_len", "logprobs", "num_siblings")
+    __slots__ = ("protocol", "client", "tokenizer", "codec", "verification", "max_block", "sampling", "eos_ids", "max_new_tokens", "tokens", "prompt_len", "session_id", "committed_len", "logprobs", "num_siblings", "pad_bytes")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +116,7 @@ class Open(_message.Message):
     COMMITTED_LEN_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_SIBLINGS_FIELD_NUMBER: _ClassVar[int]
+    PAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     client: str
     tokenizer: TokenizerIdentity
@@ -127,7 +132,8 @@ class Open(_message.Message):
     committed_len: int
     logprobs: int
     num_siblings: int
-    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., tokenizer: _Optional[_Union[TokenizerIdentity, _Mapping]] = ..., codec: _Optional[str] = ..., verification: _Optional[str] = ..., max_block: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eos_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., session_id: _Optional[str] = ..., committed_len: _Optional[int] = ..., logprobs: _Optional[int] = ..., num_siblings: _Optional[int] = ...) -> None: ...
+    pad_bytes: int
+    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., tokenizer: _Optional[_Union[TokenizerIdentity, _Mapping]] = ..., codec: _Optional[str] = ..., verification: _Optional[str] = ..., max_block: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eos_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., session_id: _Optional[str] = ..., committed_len: _Optional[int] = ..., logprobs: _Optional[int] = ..., num_siblings: _Optional[int] = ..., pad_bytes: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("session_id", "committed_len", "epoch", "next_step", "tokens", "finish_reason", "max_block", "replayed_tokens")
@@ -150,14 +156,13 @@ class Opened(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., committed_len: _Optional[int] = ..., epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., max_block: _Optional[int] = ..., replayed_tokens: _Optional[int] = ...) -> None: ...
 
 class DraftBlock(_message.Message):
-    __slots__ = ("step", "epoch", "base_len", "tokens", "payload", "more", "padding", "codec")
+    __slots__ = ("step", "epoch", "base_len", "tokens", "payload", "more", "codec")
     STEP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
-    PADDING_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     step: int
     epoch: int
@@ -165,9 +170,8 @@ class DraftBlock(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     payload: bytes
     more: bool
-    padding: bytes
     codec: str
-    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., payload: _Optional[bytes] = ..., more: _Optional[bool] = ..., padding: _Optional[bytes] = ..., codec: _Optional[str] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., base_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., payload: _Optional[bytes] = ..., more: _Optional[bool] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class Append(_message.Message):
     __slots__ = ("step", "epoch", "base_len", "tokens", "max_new_tokens", "sampling")
