@@ -71,6 +71,13 @@ def serve(
     max_sessions: Annotated[int, typer.Option(help="Sessions served at once.", min=1)] = 256,
     max_block: Annotated[int, typer.Option(help="Drafted tokens in one block at most.", min=1)] = 32,
     pass_tokens: Annotated[int, typer.Option(help="Tokens in one forward pass at most.", min=1)] = 512,
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes",
+            help="Prompts read for one identity serve all, which tells others what was asked.",
+        ),
+    ] = False,
     siblings: Annotated[
         str,
         typer.Option(help="Other tokens than a drafted one that share its pass: auto, or how many; 0: none."),
@@ -135,6 +142,7 @@ def serve(
             max_block=max_block,
             idle_seconds=idle_timeout,
             step_seconds=step_timeout,
+            share_prefixes=share_prefixes,
         ),
         budget=Budget(pass_tokens=pass_tokens),
         emulation=_emulation(emulate_step),

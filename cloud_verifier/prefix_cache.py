@@ -1,9 +1,11 @@
 """Prefixes that were computed before: from token sequences to the slots that hold them.
 
-A radix tree. Each node is a stretch of tokens with their slots, and holds one reference to each; a session
-that begins with the same tokens takes references of its own. A node is split where two sequences part, so
-that any common prefix is found, to the token. When slots are needed, leaves go first, longest unused first,
-and those that sessions still read last of all, because giving them up frees nothing yet.
+A radix tree for each owner: how fast an answer begins tells whether its beginning was known, so one owner's
+texts are not looked up for another. Each node is a stretch of tokens with their slots, and holds one
+reference to each; a session that begins with the same tokens takes references of its own. A node is split
+where two sequences part, so that any common prefix is found, to the token. When slots are needed, leaves go
+first, longest unused first, and those that sessions still read last of all, because giving them up frees
+nothing yet.
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ class PrefixCache:
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
-        self._root = _Node(np.empty(0, np.int64), np.empty(0, np.int64), None, 0)
+        self._roots: dict[str, _Node] = {}  # by owner
         self._clock = 0
         self.num_slots = 0  # remembered
         self.num_hit_tokens = 0  # found by match, in all
 
-    def match(self, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Slots of the longest known prefix of `tokens`, with a reference each for the caller."""
-        path, _ = self._walk(np.asarray(tokens, np.int64))
+    def match(self, tokens: Sequence[int] | NDArray[np.int64], owner: str = "") -> NDArray[np.int64]:
+        """Slots of the longest prefix of `tokens` that `owner` has, with a reference each for the caller."""
+        root = self._roots.get(owner)
+        path = self._walk(root, np.asarray(tokens, np.int64))[0] if root is not None else []
         if not path:
             return np.empty(0, np.int64)
         slots = np.concatenate([node.slots[:length] for node, length in path])
@@ -47,18 +50,22 @@ class PrefixCache:
         self.num_hit_tokens += len(slots)
         return slots
 
-    def insert(self, tokens: Sequence[int] | NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+    def insert(
+        self, tokens: Sequence[int] | NDArray[np.int64], slots: NDArray[np.int64], owner: str = ""
+    ) -> None:
         """Remembers the slots of `tokens`, from the first token on, with a reference of its own to each.
 
-        What is already known of `tokens` keeps the slots it has.
+        What `owner` has of `tokens` already keeps its slots.
         """
         wanted = np.asarray(tokens, np.int64)
         if len(wanted) != len(slots):
             raise ValueError(f"{len(wanted)} tokens cannot have {len(slots)} slots")
-        path, known = self._walk(wanted)
+        if not len(wanted):
+            return
+        node = self._roots.setdefault(owner, _Node(wanted[:0], np.empty(0, np.int64), None, 0))
+        path, known = self._walk(node, wanted)
         if known == len(wanted):
             return
-        node = self._root
         if path:
             node, length = path[-1]
             if length < len(node.tokens):
@@ -82,19 +89,20 @@ class PrefixCache:
             if parent is None:
                 continue
             del parent.children[int(node.tokens[0])]
-            if not parent.children and parent is not self._root:
+            if not parent.children and parent.parent is not None:
                 heapq.heappush(leaves, (*self._rank(parent), order, parent))
                 order += 1
+        self._roots = {owner: root for owner, root in self._roots.items() if root.children}
 
     def _rank(self, node: _Node) -> tuple[bool, int]:
         """Leaves of a lower rank are given up first: those that free slots, the longest unused among them."""
         return bool(np.all(self._pool.references(node.slots) > 1)), node.last_used
 
-    def _walk(self, tokens: NDArray[np.int64]) -> tuple[list[tuple[_Node, int]], int]:
-        """The nodes along `tokens`, each with how many of its tokens match, and the number matched in all."""
+    def _walk(self, node: _Node, tokens: NDArray[np.int64]) -> tuple[list[tuple[_Node, int]], int]:
+        """The nodes below `node` along `tokens`, with how many tokens match in each and in all."""
         self._clock += 1
         path: list[tuple[_Node, int]] = []
-        node, at = self._root, 0
+        at = 0
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
@@ -120,7 +128,7 @@ class PrefixCache:
         return upper
 
     def _leaves(self) -> Iterator[_Node]:
-        stack = list(self._root.children.values())
+        stack = [node for root in self._roots.values() for node in root.children.values()]
         while stack:
             node = stack.pop()
             if node.children:

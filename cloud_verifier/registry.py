@@ -42,6 +42,8 @@ class EngineLimits:
         idle_seconds: a session that nobody moves is forgotten after so long.
         step_seconds: a step that makes no progress for so long ends its session.
         drain_grace_seconds: while draining, a session that is silent for so long is sent away.
+        share_prefixes: a session may read what another identity's sessions have computed of its prefix; how
+            fast it begins then tells that somebody else has sent the same text.
     """
 
     max_sessions: int = 256
@@ -51,6 +53,7 @@ class EngineLimits:
     idle_seconds: float = 600.0
     step_seconds: float = 60.0
     drain_grace_seconds: float = 2.0
+    share_prefixes: bool = False
 
 
 class Registry:
@@ -86,8 +89,10 @@ class Registry:
     def num_attached(self) -> int:
         return sum(1 for session in self._sessions.values() if session.sink is not None)
 
-    def num_waiting(self) -> int:
-        return sum(1 for session in self._sessions.values() if session.has_work)
+    @property
+    def cache_usage(self) -> float:
+        """Share of the slots that the prefix cache remembers, in [0, 1]."""
+        return self._cache.num_slots / self._pool.num_slots
 
     # -- beginning ---------------------------------------------------------------------------------
 
@@ -227,7 +232,9 @@ class Registry:
     # -- ending ------------------------------------------------------------------------------------
 
     def detach(self, session: Session) -> None:
-        """The client is gone; the session waits to be resumed, without its unanswered steps."""
+        """The client is gone; the session waits to be resumed, without its unanswered steps. A client that
+        comes back without its id finds the text in the prefix cache."""
+        self.cache_prefix(session)
         session.sink = None
         session.steps.clear()
         session.wants_prefill = False
@@ -319,7 +326,7 @@ class Registry:
         if session.matched == self._cache_version or session.behind <= 1:
             return
         session.matched = self._cache_version
-        known = self._cache.match(session.committed[:-1])
+        known = self._cache.match(session.committed[:-1], self._shared_by(session))
         if len(known) <= session.kv_len:
             self._pool.release(known)
             return
@@ -330,8 +337,12 @@ class Registry:
     def cache_prefix(self, session: Session) -> None:
         """Lets others read what this session has computed."""
         if session.kv_len:
-            self._cache.insert(session.committed[: session.kv_len], session.slots)
+            self._cache.insert(session.committed[: session.kv_len], session.slots, self._shared_by(session))
             self._cache_version += 1
+
+    def _shared_by(self, session: Session) -> str:
+        """Whose sessions may read what this one has computed."""
+        return "" if self.limits.share_prefixes else session.owner
 
     def evict_cache(self) -> None:
         """Gives up every slot that only the prefix cache holds."""

@@ -211,6 +211,40 @@ def test_a_returning_conversation_costs_its_new_tokens_only(model):
         again.ticket.close()
 
 
+def test_a_conversation_outlives_its_stream_and_its_session(model):
+    """A client that comes back without its session's id pays for new tokens only."""
+    clock = Clock()
+    prompt = prompts(1, 200, seed=33)[0]
+    with running(model, limits=EngineLimits(idle_seconds=30), clock=clock) as engine:
+        client = Client(engine)
+        client.open(request(prompt, 4))
+        client.generate(4)
+        client.ticket.detach()
+        again = Client(engine)
+        assert again.open(request([*client.committed, 1], 4)).replayed_tokens == 203
+        again.ticket.detach()
+        sync(engine)
+        clock.now += 40
+        engine.expire()
+        sync(engine)
+        assert len(engine._registry) == 0
+        third = Client(engine)
+        assert third.open(request([*client.committed, 2], 4)).replayed_tokens == 203
+        third.ticket.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_prefixes_are_shared_between_identities_only_when_the_operator_says_so(model, alone, shared):
+    prompt = prompts(1, 100, seed=34)[0]
+    with running(model, limits=EngineLimits(share_prefixes=shared)) as engine:
+        assert Client(engine, Identity("alice")).answer(prompt, 4) == alone(prompt, 4)
+        for name, num_known in (("bob", 99 if shared else 0), ("alice", 99), ("bob", 99)):
+            client = Client(engine, Identity(name))
+            assert client.open(request(prompt, 4)).replayed_tokens == num_known, name
+            assert client.generate(4) == alone(prompt, 4)
+            client.ticket.close()
+
+
 def test_a_shared_prompt_is_read_once_even_when_both_come_together(model, alone):
     prompt = prompts(1, 300, seed=11)[0]
     expected = alone(prompt, 5)

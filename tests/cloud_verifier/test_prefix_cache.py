@@ -55,6 +55,23 @@ def test_what_is_already_known_keeps_its_slots():
     assert cache.num_slots == 3
 
 
+def test_owners_know_nothing_of_each_other():
+    pool, cache = make()
+    own = pool.allocate(3)
+    cache.insert([1, 2, 3], own, "alice")
+    assert cache.match([1, 2, 3], "bob").size == 0
+    assert cache.match([1, 2, 3]).size == 0
+    other = pool.allocate(3)
+    cache.insert([1, 2, 3], other, "bob")
+    assert list(cache.match([1, 2, 3], "alice")) == list(own)
+    assert list(cache.match([1, 2, 3], "bob")) == list(other)
+    for slots in (own, own, other, other):
+        pool.release(slots)
+    cache.evict(pool.num_slots)
+    assert pool.num_free == pool.num_slots
+    assert not cache._roots  # owners that have nothing are forgotten too
+
+
 def test_tokens_without_slots_are_refused():
     _, cache = make()
     with pytest.raises(ValueError, match="slots"):
