@@ -7,7 +7,7 @@ import logging
 import secrets
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,11 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller. Sessions belong to the `name`."""
+    """A caller. Sessions belong to the `name`; `digest` is that of the token that came, if one did."""
 
     name: str = ANONYMOUS
     quota: Quota = Quota()
+    digest: str = field(default="", compare=False, repr=False)
 
 
 class Authenticator:
@@ -57,15 +58,16 @@ class Authenticator:
         bytes-per-s = 100000
         max-context = 4096
 
-    The file is read again when it has changed; open streams keep what they had. A file that has become
-    unreadable is reported once and the last good one stays in force.
+    The file is read again when it has changed. Open streams keep their quotas; `is_valid` tells when what
+    they came with is no longer there. A file that has become unreadable is reported once and the last good
+    one stays in force.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._by_hash: Mapping[str, Identity] = {}
         self._by_name: Mapping[str, Identity] = {}
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: tuple[int, int, int] | None = None  # None: the file is not there
         if path is not None:
             self._stamp = _stamp(path)
             self._by_hash, self._by_name = read_identities(path)
@@ -78,7 +80,7 @@ class Authenticator:
         Raises:
             SpecwireError: UNAUTHENTICATED.
         """
-        self._refresh()
+        self.refresh()
         header = metadata.get("authorization")
         names = list(auth_context.get("x509_common_name", ()))
         if header is not None and self._path is not None:
@@ -94,26 +96,38 @@ class Authenticator:
             raise _unauthenticated("This verifier asks for a token, and none came.")
         return Identity()
 
+    def is_valid(self, identity: Identity) -> bool:
+        """Whether the file, as it was last read, lets in the token or certificate that named `identity`."""
+        if self._path is None:
+            return True
+        if not identity.digest:
+            return identity.name in self._by_name
+        known = self._by_hash.get(identity.digest)
+        return known is not None and known.name == identity.name
+
     def _by_token(self, header: str | bytes) -> Identity:
         text = header.decode(errors="replace") if isinstance(header, bytes) else header
         # The lookup is by hash, so its duration tells nothing about a token.
-        identity = self._by_hash.get(hash_token(text.removeprefix(_PREFIX).strip()))
+        digest = hash_token(text.removeprefix(_PREFIX).strip())
+        identity = self._by_hash.get(digest)
         if identity is None or not text.startswith(_PREFIX):
             raise _unauthenticated("The token is not known to this verifier.")
-        return identity
+        return replace(identity, digest=digest)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Reads the file again if it has changed."""
         if self._path is None:
             return
+        before, self._stamp = self._stamp, None
         try:
-            stamp = _stamp(self._path)
-            if stamp == self._stamp:
+            self._stamp = _stamp(self._path)
+            if self._stamp == before:
                 return
-            self._stamp = stamp
             self._by_hash, self._by_name = read_identities(self._path)
             log.info("read %d identities from %s", len(self._by_name), self._path)
         except SpecwireError as error:
-            log.error("the identities stay as they were: %s", error)
+            if self._stamp != before:
+                log.error("the identities stay as they were: %s", error)
 
 
 def new_token() -> str:

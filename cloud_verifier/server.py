@@ -35,6 +35,7 @@ from shared.vocabulary import tokenizer_identity
 log = logging.getLogger(__name__)
 
 _EXPIRY_PERIOD_S = 5.0
+_REVOCATION_PERIOD_S = 1.0
 _DRAIN_TICK_S = 0.05
 _LAST_WORDS_S = 1.0
 
@@ -132,12 +133,16 @@ async def running_server(
     for name in ("", SERVICE_NAME):
         await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
     metrics.watch(engine)
-    expiry = asyncio.create_task(_expire(engine))
+    chores = (
+        asyncio.create_task(_repeat(engine.expire, _EXPIRY_PERIOD_S)),
+        asyncio.create_task(_repeat(service.revoke, _REVOCATION_PERIOD_S)),
+    )
     try:
         yield port
     finally:
         metrics.draining()
-        expiry.cancel()
+        for chore in chores:
+            chore.cancel()
         await healthy.enter_graceful_shutdown()
         await _drain(engine, config.drain_timeout_s)
         await server.stop(_LAST_WORDS_S)
@@ -157,7 +162,7 @@ async def _drain(engine: Engine, timeout_s: float) -> None:
     engine.dismiss(-1)
 
 
-async def _expire(engine: Engine) -> None:
+async def _repeat(chore: Callable[[], None], period_s: float) -> None:
     while True:
-        await asyncio.sleep(_EXPIRY_PERIOD_S)
-        engine.expire()
+        await asyncio.sleep(period_s)
+        chore()

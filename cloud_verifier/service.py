@@ -38,6 +38,8 @@ class VerifierService:
         self._authenticator = authenticator
         self.policy = policy or ServicePolicy()
         self.meter = meter or Meter()
+        self._streams: set[Stream] = set()
+        self._doubtful: set[Stream] = set()
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The RPCs. Session's messages come as bytes, so that their size is checked before they are parsed
@@ -62,12 +64,23 @@ class VerifierService:
         identity = await self._identify(context)
         stream = Stream(self._engine, self._offer, self.policy, self.meter, identity, context)
         reader = asyncio.create_task(stream.read(requests))
+        self._streams.add(stream)
         try:
             async for message in stream.replies():
                 yield message
         finally:
+            self._streams.discard(stream)
             reader.cancel()
             stream.ticket.detach()
+
+    def revoke(self) -> None:
+        """Ends the streams of those who were not let in when this was last called and still are not: between
+        the two, whoever is writing the file of identities has finished."""
+        self._authenticator.refresh()
+        refused = {stream for stream in self._streams if not self._authenticator.is_valid(stream.identity)}
+        for stream in refused & self._doubtful:
+            stream.revoke()
+        self._doubtful = refused
 
     async def _identify(self, context: Any) -> Identity:
         try:

@@ -111,9 +111,10 @@ class Stream:
         self._offer = offer
         self._policy = policy
         self._meter = meter
-        self._identity = identity
+        self.identity = identity
         self._context = context
         self._cutting: asyncio.Task[None] | None = None
+        self._revoked = False
         self._outbox = Outbox(self._cut)
         self._opened: Open | None = None
         self._max_bytes = max_message_bytes(None, offer)
@@ -122,11 +123,13 @@ class Stream:
     async def replies(self) -> AsyncIterator[bytes]:
         """Serialised messages until the stream ends."""
         async for message in self._outbox.messages():
-            frame: bytes = wire.server_message_to_proto(message).SerializeToString()
+            proto = wire.server_message_to_proto(message)
+            wire.pad(proto, self._opened.pad_bytes if self._opened else 0)
+            frame = proto.SerializeToString()
             self._count("down", len(frame))
             try:
                 num_tokens = len(message.tokens) if isinstance(message, Tokens) else 0
-                self._meter.charge(self._identity, num_tokens=num_tokens, num_bytes=len(frame))
+                self._meter.charge(self.identity, num_tokens=num_tokens, num_bytes=len(frame))
             except SpecwireError as error:
                 self.ticket.fail(error)
             yield frame
@@ -160,10 +163,26 @@ class Stream:
         except grpc.aio.AbortError:  # cut from this side
             return
         except Exception:
-            log.exception("a stream failed", extra={"owner": self._identity.name})
+            log.exception("a stream failed", extra={"owner": self.identity.name})
             self.ticket.fail(
                 SpecwireError(FaultKind.INTERNAL, "The verifier failed on this stream.", "Try again.")
             )
+
+    def revoke(self) -> None:
+        """Ends the session because its identity is no longer let in; asked again, cuts a client that does not
+        read as far as that."""
+        if self._revoked:
+            if self._cutting is None:
+                self._cut()
+            return
+        self._revoked = True
+        self.ticket.fail(
+            SpecwireError(
+                FaultKind.UNAUTHENTICATED,
+                "The token or certificate of this session is no longer accepted.",
+                "Ask the operator for a new one.",
+            )
+        )
 
     def _parse(self, frame: bytes) -> ClientMessage:
         self._count("up", len(frame))
@@ -182,7 +201,7 @@ class Stream:
                 "Use a client of the same version as the verifier.",
             ) from error
         num_tokens = 0 if isinstance(message, Generate | Close) else len(message.tokens)
-        self._meter.charge(self._identity, num_tokens=num_tokens, num_bytes=len(frame))
+        self._meter.charge(self.identity, num_tokens=num_tokens, num_bytes=len(frame))
         return message
 
     def _open(self, message: ClientMessage) -> Open:
@@ -196,7 +215,7 @@ class Stream:
         self._max_bytes = max_message_bytes(opened, self._offer)
         if self._policy.decode_prompt is not None:
             log.info(
-                "prompt: %s", self._policy.decode_prompt(opened.tokens), extra={"owner": self._identity.name}
+                "prompt: %s", self._policy.decode_prompt(opened.tokens), extra={"owner": self.identity.name}
             )
         self.ticket.open(opened)
         return opened
@@ -229,7 +248,7 @@ class Stream:
 
     def _cut(self) -> None:
         """Ends the RPC of a client that does not read; the session can be resumed."""
-        log.warning("a client reads too slowly", extra={"owner": self._identity.name})
+        log.warning("a client reads too slowly", extra={"owner": self.identity.name})
         self.ticket.detach()
         self._cutting = asyncio.create_task(self._abort())
 
