@@ -87,6 +87,8 @@ class Engine:
         self._stopping = False
         self._load = Load()
         self._num_attached = 0
+        self._num_known = 0
+        self._cache_usage = 0.0
         self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run, name="specwire-engine", daemon=True)
 
@@ -117,6 +119,16 @@ class Engine:
     def num_attached(self) -> int:
         """Sessions with a client, as of the last pass or command."""
         return self._num_attached
+
+    @property
+    def num_known(self) -> int:
+        """Those and the ones that wait to be resumed."""
+        return self._num_known
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the slots that the prefix cache remembers."""
+        return self._cache_usage
 
     @property
     def busy_s(self) -> float:
@@ -252,6 +264,8 @@ class Engine:
 
     def _publish(self, busy: list[Session]) -> None:
         self._num_attached = self._registry.num_attached()
+        self._num_known = len(self._registry)
+        self._cache_usage = self._registry.cache_usage
         self._load = Load(
             num_sessions=self._num_attached,
             num_waiting=len(busy),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 
 from cloud_verifier.observer import Observer, PassRecord
 from shared.faults import FaultKind
-from shared.messages import Load, Tokens, Verdict
+from shared.messages import Tokens, Verdict
 
 if TYPE_CHECKING:
     from cloud_verifier.engine import Engine
@@ -23,15 +23,21 @@ _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 class _LoadCollector:
     """Gauges that are read when they are asked for."""
 
-    def __init__(self, load: Callable[[], Load]) -> None:
-        self._load = load
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        load = self._load()
+        load = self._engine.load()
         for name, text, value in (
             ("num_requests_running", "Sessions with a client", load.num_sessions),
             ("num_requests_waiting", "Sessions that wait for the model", load.num_waiting),
+            ("num_sessions_known", "Those and sessions that wait to be resumed", self._engine.num_known),
             ("kv_cache_usage_perc", "Share of the key-value slots in use, in [0, 1]", load.kv_cache_usage),
+            (
+                "prefix_cache_usage_perc",
+                "Share of the key-value slots that the prefix cache remembers, in [0, 1]",
+                self._engine.cache_usage,
+            ),
         ):
             yield GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
 
@@ -84,7 +90,7 @@ class Metrics(Observer):
     def watch(self, engine: Engine) -> None:
         """Shows the load of an engine that serves from now on."""
         self._engine, self._is_ready = engine, True
-        self.registry.register(_LoadCollector(engine.load))
+        self.registry.register(_LoadCollector(engine))
         self._ready.set(1)
 
     def draining(self) -> None:
