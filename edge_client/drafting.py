@@ -52,7 +52,8 @@ class NoModel:
 class Block:
     """K drafted tokens that follow `base_len` others, and the bytes of their distributions.
 
-    `prompt_s` is the part of `draft_s` in which the first token came after reading many.
+    `prompt_s` is the part of `draft_s` in which the first token came after reading many; `num_before`
+    other blocks were in flight when this one was begun.
     """
 
     base_len: int
@@ -61,6 +62,7 @@ class Block:
     draft_s: float
     codec_s: float
     prompt_s: float = 0.0
+    num_before: int = 0
 
 
 class Drafter:

@@ -206,6 +206,7 @@ class _Loop:
         self._stop = threading.Event()
         self._drafting: Future[Block | None] | None = None
         self._receiving: asyncio.Task[Reply] | None = None
+        self._last_round = 0.0
         self._send_s = 0.0
         self._finish = FinishReason.NONE
         self._lossy = False
@@ -248,12 +249,13 @@ class _Loop:
         if room:
             # The bonus token is the last one, so one less needs drafting.
             num_tokens = min(max(plan.k, 1), self._session.max_block, room, max(remaining - 1, 1))
-            started = time.perf_counter()
+            started, num_before = time.perf_counter(), len(self._in_flight)
             block = await self._draft(num_tokens)
             if block is None or self._in_vain():
                 # A rejection has just come, or the draft cannot go on.
                 self._share.draft += time.perf_counter() - started
                 return
+            block = replace(block, num_before=num_before)
         else:
             block = self._drafter.guess()
         self._share.draft += block.draft_s
@@ -318,6 +320,8 @@ class _Loop:
             self._block_bytes.clear()
             self._generation = self._session.generation
         self._finish = answer.finish_reason
+        now, last = time.perf_counter(), self._last_round
+        self._last_round = now
         done_round = Round(
             num_drafted=num_drafted,
             num_accepted=num_accepted,
@@ -329,6 +333,9 @@ class _Loop:
             wait_s=wait_s,
             timing=answer.timing,
             prompt_s=block.prompt_s if block else 0.0,
+            num_before=block.num_before if block else 0,
+            more=isinstance(reply.request, DraftBlock) and reply.request.more,
+            since_last_s=now - last if last else 0.0,
         )
         return Emission(reply.tokens, origins, done_round, answer.logprobs)
 

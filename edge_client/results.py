@@ -24,6 +24,8 @@ class Round:
 
     `draft_s` and `codec_s` are what this block took to draft, `prompt_s` the part of it that was spent on
     reading what came before; `wait_s` is how long nothing else was done while its verdict was awaited.
+    `num_before` blocks were in flight when it was drafted; `more`: another was promised to follow.
+    `since_last_s` is the time from the answer's previous round to this one, 0 for the first.
     """
 
     num_drafted: int
@@ -36,6 +38,9 @@ class Round:
     wait_s: float
     timing: Timing
     prompt_s: float = 0.0
+    num_before: int = 0
+    more: bool = False
+    since_last_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,180 +2,109 @@
 
 from __future__ import annotations
 
-import random
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
+from simulated_link import FIXED, Link, done, mean_speed, speed
 
-from edge_client.controller import Acceptance, AutoController, Controller, FixedController, PassTime, Plan
+from edge_client.controller import AutoController, FixedController, Plan
+from edge_client.estimates import Acceptance, Average, Estimates, Line
 from edge_client.results import Round
 from shared.messages import Timing
 
-
-@dataclass(frozen=True)
-class Link:
-    """Seconds, except for `kept`: the chance that a drafted token is kept. `crowding` slows both sides while
-    they work at the same time, as on shared cores."""
-
-    round_trip: float
-    draft: float
-    base: float
-    per_token: float
-    kept: float
-    crowding: float = 1.0
-
-    def judge(self, num_tokens: int) -> float:
-        return self.base + self.per_token * num_tokens
-
-
-@dataclass
-class Flight:
-    arrival: float
-    judged: float
-    freed: float
-    sent: float
-    k: int
-    accepted: int
-    draft: float
-    more: bool
-    queue: float
-
-
-def speed(controller: Controller, link: Link, num_tokens: int = 1500, seed: int = 1) -> float:
-    """Tokens per second of an answer: one edge that drafts, one verifier that judges in order."""
-    draws = random.Random(seed)
-    now = free = 0.0
-    tokens = 0
-    flights: deque[Flight] = deque()
-    while tokens < num_tokens:
-        plan = controller.plan()
-        if plan.cloud_tokens and not flights:
-            at = now + link.round_trip / 2
-            for _ in range(min(plan.cloud_tokens, num_tokens - tokens)):
-                step = link.judge(1)
-                at += step
-                tokens += 1
-                controller.observe(_round(0, 0, at - now, step, 0.0, 0.0))
-            now = free = at + link.round_trip / 2
-            continue
-        window_open = not flights or (flights[-1].more and len(flights) <= plan.ahead)
-        if window_open and not plan.cloud_tokens and (not flights or flights[0].arrival > now):
-            slow = link.crowding if plan.ahead else 1.0
-            took = plan.k * link.draft * slow
-            first = flights[0] if flights else None
-            if first and first.accepted < first.k and first.arrival < now + took:
-                now = first.arrival  # a rejection interrupts
-                continue
-            now += took
-            accepted = next((i for i in range(plan.k) if draws.random() >= link.kept), plan.k)
-            judged = link.judge(plan.k + 1) * slow
-            reached = now + link.round_trip / 2
-            start = max(free, reached)
-            free = start + judged
-            arrival = free + link.round_trip / 2
-            more = plan.ahead > 0
-            flights.append(Flight(arrival, judged, free, now, plan.k, accepted, took, more, start - reached))
-            continue
-        flight = flights.popleft()
-        now = max(now, flight.arrival)
-        rejected = flight.accepted < flight.k
-        tokens += flight.accepted + (1 if rejected or not flight.more else 0)
-        if rejected:
-            flights.clear()
-            free = flight.freed
-        controller.observe(
-            _round(
-                flight.k,
-                flight.accepted,
-                flight.arrival - flight.sent,
-                flight.judged,
-                flight.draft,
-                flight.queue,
-            )
-        )
-    return tokens / now
-
-
-def mean_speed(make: Callable[[], Controller], link: Link) -> float:
-    """Over several answers, since at long delays a few rejections more or less decide one."""
-    return 6 / sum(1 / speed(make(), link, seed=seed) for seed in range(6))
-
-
-def _round(k: int, accepted: int, round_trip: float, judged: float, draft: float, queue: float) -> Round:
-    timing = Timing(int(queue * 1e6), int(judged * 1e6), 0, 1, k + 1)
-    return Round(k, accepted, 0, 0, draft, 0.0, round_trip, 0.0, timing)
-
-
-FIXED = [Plan(k, ahead) for k in (1, 2, 4, 6, 8, 12, 16) for ahead in (0, 1, 2, 4, 8)] + [
-    Plan(cloud_tokens=1 << 20)
-]
+BIG = {"base": 0.0514, "per_token": 0.0009}  # what `--emulate-step 70b` asks for
+SMALL = {"base": 0.022, "per_token": 0.0015}
 
 LINKS = {
-    "loopback, shared cores": Link(0.0003, 0.006, 0.021, 0.0012, 0.95, crowding=1.8),
-    "lan, good draft": Link(0.0005, 0.006, 0.021, 0.0012, 0.95),
-    "lan, poor draft": Link(0.0005, 0.0045, 0.021, 0.0012, 0.6),
-    "lan, useless draft": Link(0.0005, 0.02, 0.021, 0.0012, 0.1),
-    "25 ms, big target": Link(0.025, 0.006, 0.050, 0.0004, 0.9),
-    "50 ms, big target": Link(0.050, 0.006, 0.050, 0.0004, 0.9),
-    "55 ms, small target": Link(0.055, 0.006, 0.021, 0.0012, 0.9),
-    "150 ms, small target": Link(0.150, 0.006, 0.021, 0.0012, 0.9),
-    "600 ms, big target": Link(0.600, 0.006, 0.050, 0.0004, 0.95),
-    "slow device": Link(0.025, 0.080, 0.050, 0.0004, 0.9),
+    "loopback, shared cores": Link(0.0003, 0.006, **SMALL, kept=0.96, crowding=1.6),
+    "lan, good draft": Link(0.0005, 0.006, **SMALL, kept=0.96),
+    "lan, poor draft": Link(0.0005, 0.006, **SMALL, kept=0.6),
+    "lan, useless draft": Link(0.0005, 0.02, **SMALL, kept=0.1),
+    "5g, big target": Link(0.025, 0.006, **BIG, kept=0.96, jitter=0.002, up_rate=1.7e6),
+    "5g, big target, poor draft": Link(0.025, 0.006, **BIG, kept=0.72, jitter=0.002, up_rate=1.7e6),
+    "leo, big target": Link(0.050, 0.006, **BIG, kept=0.96, jitter=0.003, up_rate=1.8e6),
+    "4g, small target": Link(0.055, 0.006, **SMALL, kept=0.96, jitter=0.004, up_rate=750e3),
+    "4g, small target, poor draft": Link(0.055, 0.006, **SMALL, kept=0.72, jitter=0.004, up_rate=750e3),
+    "slow-4g, small target": Link(0.150, 0.006, **SMALL, kept=0.96, up_rate=94e3),
+    "slow-4g, big target": Link(0.150, 0.006, **BIG, kept=0.96, up_rate=94e3),
+    "geo, small target": Link(0.600, 0.006, **SMALL, kept=0.96, up_rate=370e3),
+    "geo, poor draft": Link(0.600, 0.006, **BIG, kept=0.72, up_rate=370e3),
+    "slow device": Link(0.025, 0.080, **BIG, kept=0.9),
 }
+ANSWERS, TOKENS = 8, 128  # of one conversation
+CLOUD = Plan(cloud_tokens=1 << 20)
+
+
+def started(link: Link, **settings: bool) -> AutoController:
+    """A controller that knows what a client knows from asking the verifier what it serves."""
+    return AutoController(estimates=Estimates(link.round_trip, link.judge(4)), **settings)
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_close_to_the_best_fixed_plan(name):
+def test_close_to_the_best_fixed_plan_and_never_below_the_verifier_alone(name):
     link = LINKS[name]
-    best = max(mean_speed(lambda plan=plan: FixedController(plan), link) for plan in FIXED)
-    # At long delays a wrong turn costs long: an answer has only a few dozen rounds to learn from.
-    assert mean_speed(AutoController, link) >= (0.88 if link.round_trip < 0.1 else 0.8) * best
+    speeds = {plan: mean_speed(lambda plan=plan: FixedController(plan), link, TOKENS) for plan in FIXED}
+    auto = mean_speed(lambda: started(link), link, TOKENS, answers=ANSWERS)
+    # The best of many noisy figures is itself a lucky one.
+    assert auto >= 0.92 * max(speeds.values())
+    assert auto >= 0.94 * speeds[CLOUD]
+
+
+def test_learns_in_the_end_where_trying_is_dear():
+    link = Link(0.600, 0.006, **BIG, kept=0.96)
+    best = mean_speed(lambda: FixedController(Plan(12, 8)), link, TOKENS, answers=40)
+    auto = mean_speed(lambda: started(link), link, TOKENS, answers=40)
+    assert auto >= 0.8 * best
+    assert auto >= 1.1 * mean_speed(lambda: FixedController(CLOUD), link, TOKENS)
+
+
+def test_does_its_best_where_the_verifier_may_not_write_alone():
+    link = LINKS["geo, poor draft"]
+    best = max(mean_speed(lambda plan=plan: FixedController(plan), link) for plan in FIXED if plan != CLOUD)
+    assert mean_speed(lambda: started(link, allows_cloud=False), link) >= 0.85 * best
 
 
 def test_obeys_what_is_not_allowed():
-    link = LINKS["150 ms, small target"]
     controller = AutoController(max_k=5, max_ahead=0, allows_cloud=False)
-    seen: set[Plan] = set()
-
-    class Watched:
-        def plan(self) -> Plan:
-            seen.add(controller.plan())
-            return controller.plan()
-
-        def observe(self, done: Round) -> None:
-            controller.observe(done)
-
-        def explain(self) -> str:
-            return controller.explain()
-
-    speed(Watched(), link)
-    assert all(plan.k <= 5 and plan.ahead == 0 and plan.cloud_tokens == 0 for plan in seen)
+    plans = Watched(controller)
+    speed(plans, LINKS["4g, small target, poor draft"])
+    assert all(plan.k <= 5 and plan.ahead == 0 and plan.cloud_tokens == 0 for plan in plans.seen)
 
 
-@pytest.mark.parametrize("name", ["lan, good draft", "50 ms, big target", "loopback, shared cores"])
+class Watched:
+    """A controller whose plans are written down."""
+
+    def __init__(self, controller: AutoController) -> None:
+        self._controller = controller
+        self.seen: list[Plan] = []
+
+    def plan(self) -> Plan:
+        self.seen.append(self._controller.plan())
+        return self.seen[-1]
+
+    def observe(self, done: Round) -> None:
+        self._controller.observe(done)
+
+    def explain(self) -> str:
+        return self._controller.explain()
+
+    @property
+    def changes(self) -> int:
+        return sum(a != b for a, b in zip(self.seen, self.seen[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    "name", ["lan, good draft", "leo, big target", "loopback, shared cores", "5g, big target, poor draft"]
+)
 def test_does_not_flap(name):
-    controller = AutoController()
-    changes, last = 0, controller.plan()
+    plans = Watched(started(LINKS[name]))
+    speed(plans, LINKS[name], num_tokens=1600)
+    assert plans.changes <= len(plans.seen) / 10
 
-    class Watched:
-        def plan(self) -> Plan:
-            nonlocal changes, last
-            plan = controller.plan()
-            changes += plan != last
-            last = plan
-            return plan
 
-        def observe(self, done: Round) -> None:
-            controller.observe(done)
-
-        def explain(self) -> str:
-            return controller.explain()
-
-    rounds = 400
-    speed(Watched(), LINKS[name], num_tokens=rounds * 4)
-    assert changes <= rounds / 10
+def test_leaves_the_draft_alone_for_long_where_it_does_not_pay():
+    plans = Watched(started(LINKS["lan, useless draft"]))
+    speed(plans, LINKS["lan, useless draft"], num_tokens=3000)
+    drafting = [plan for plan in plans.seen if not plan.cloud_tokens]
+    assert 1 <= len(drafting) <= 150
 
 
 def test_follows_a_link_that_changes():
@@ -187,11 +116,19 @@ def test_follows_a_link_that_changes():
     assert controller.plan() != near
 
 
+def test_what_one_answer_learnt_serves_the_next():
+    link = LINKS["leo, big target"]
+    known = Estimates(link.round_trip)
+    speed(AutoController(estimates=known), link)
+    assert AutoController(estimates=known).plan().ahead > 0
+    assert AutoController().plan() == Plan(k=4)
+
+
 def test_explains_itself():
     controller = AutoController()
-    speed(controller, LINKS["25 ms, big target"])
+    speed(controller, LINKS["5g, big target"])
     text = controller.explain()
-    for words in ("draft 6.0 ms", "round trip 25", "kept by position", "tokens/s expected", "cloud alone"):
+    for words in ("draft 6.0 ms", "round trip 2", "kept by position", "tokens/s expected", "cloud alone"):
         assert words in text
 
 
@@ -200,30 +137,68 @@ def test_a_prompt_does_not_count_as_a_round():
     slow = Round(4, 4, 0, 0, 5.03, 0.0, 9.0, 9.0, Timing(4_000_000, 3_000_000, 0, 1, 900), prompt_s=5.0)
     controller.observe(slow)
     assert controller.plan() == AutoController().plan()
-    controller.observe(_round(4, 4, 0.030, 0.025, 0.040, 0.0))
+    controller.observe(done(4, 4, 0.030, 0.025, 0.040, 0.0))
     assert "draft 10.0 ms" in controller.explain()
     assert "queue 0.0 ms" in controller.explain()
 
 
-def test_pass_times():
-    passes = PassTime()
-    assert passes.at(5) == 0.0
-    passes.add(6, 0.030)
-    assert passes.at(6) == pytest.approx(0.030)
-    assert 0.020 < passes.at(1) < 0.030
+def test_drafting_beside_others_is_measured_apart():
+    known = Estimates()
+    known.add(done(4, 4, 0.060, 0.025, 0.024, 0.0))
+    known.add(done(4, 4, 0.090, 0.050, 0.040, 0.020, num_before=1, more=True))
+    assert known.alone.draft.value == pytest.approx(0.006)
+    assert known.overlapped.draft.value == pytest.approx(0.010)
+    assert known.alone.judge.at(5) == pytest.approx(0.025)
+    assert known.queue.value == 0.0  # it waited behind our own block
+
+
+def test_the_pace_of_a_verifier_that_writes_alone_is_taken_over_a_whole_stretch():
+    known = Estimates()
+    for arrival in (0.5, 0.5, 0.5, 0.8, 0.8, 0.8):  # handed over in bursts
+        known.add(done(0, 0, arrival, 0.02, 0.0, 0.0))
+    assert known.cloud_step_s == pytest.approx(0.3 / 5)
+
+
+def test_averages_believe_the_first_values_equally():
+    average = Average()
+    for value in (1.0, 2.0, 3.0):
+        average.add(value)
+    assert average.value == pytest.approx(2.0, abs=0.1)
+    for _ in range(60):
+        average.add(5.0)
+    assert average.value == pytest.approx(5.0, abs=0.05)
+
+
+def test_lines():
+    line = Line(share=0.03)
+    assert line.at(5) == 0.0
+    line.add(6, 0.030)
+    assert line.at(6) == pytest.approx(0.030)
+    assert 0.020 < line.at(1) < 0.030
     for num_tokens in (1, 3, 5, 9, 1, 3, 5, 9) * 3:
-        passes.add(num_tokens, 0.020 + 0.002 * num_tokens)
-    assert passes.at(16) == pytest.approx(0.052, rel=0.05)
+        line.add(num_tokens, 0.020 + 0.002 * num_tokens)
+    assert line.at(16) == pytest.approx(0.052, rel=0.05)
     for num_tokens in (1, 9) * 9:
-        passes.add(num_tokens, 0.020 - 0.001 * num_tokens)
-    assert passes.at(16) >= passes.at(1)
+        line.add(num_tokens, 0.020 - 0.001 * num_tokens)
+    assert line.at(16) >= line.at(1)
+
+
+def test_a_stiff_line_takes_convincing():
+    stiff, free = Line(stiffness=60.0), Line()
+    for line in (stiff, free):
+        line.add(4, 0.050)
+        line.add(6, 0.060)
+    assert 0 <= stiff.slope < 0.3 * free.slope
+    for num_tokens in (2, 16) * 6:
+        stiff.add(num_tokens, 0.050 + 0.005 * num_tokens)
+    assert stiff.slope == pytest.approx(0.005, rel=0.2)
 
 
 def test_acceptance_by_position():
     acceptance = Acceptance()
-    for _ in range(60):
+    for _ in range(120):
         acceptance.add(3, 1)
-    assert acceptance.at(0) > 0.9
-    assert acceptance.at(1) < 0.2
-    assert acceptance.at(2) == pytest.approx(acceptance.overall)
-    assert acceptance.at(9) == acceptance.overall
+    first, second, third, fourth = acceptance.by_position(4)
+    assert first > 0.88
+    assert second < 0.3
+    assert third == pytest.approx(acceptance.overall) == fourth

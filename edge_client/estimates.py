@@ -1,0 +1,178 @@
+"""What an edge knows of its draft, the network and the verifier, measured round by round.
+
+Drafting and judging at the same time slows both where they share cores, so their durations with and
+without other blocks under way are kept apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from edge_client.results import Round
+
+_DECAY = 0.9  # weight of what was known of a duration, each round
+_ACCEPTANCE_DECAY = 0.98  # slower: whether a token is kept is one bit, a duration is many
+_PRIOR_ACCEPTANCE, _PRIOR_TOKENS = 0.8, 3.0
+_POSITION_TOKENS = 12.0  # trials at a position that count as much as all other positions together
+
+
+class Average:
+    """Mean of durations in seconds that forgets exponentially, once it has seen enough to forget."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._weight = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._weight > 0
+
+    def add(self, value: float) -> None:
+        self._weight = _DECAY * self._weight + 1.0
+        self.value += (value - self.value) / self._weight
+
+
+class Line:
+    """Seconds as base + slope * tokens: least squares that forget, bounded to what can be.
+
+    Args:
+        share: of the mean that is taken to be slope where nothing shows it, because all were of one size.
+        stiffness: how much it takes (tokens squared) to believe another slope.
+    """
+
+    def __init__(self, share: float = 0.0, stiffness: float = 0.0) -> None:
+        self._share, self._stiffness = share, stiffness
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._n > 0
+
+    def add(self, num_tokens: float, seconds: float) -> None:
+        x = float(num_tokens)
+        for name, value in (("_n", 1.0), ("_x", x), ("_y", seconds), ("_xx", x * x), ("_xy", x * seconds)):
+            setattr(self, name, _DECAY * getattr(self, name) + value)
+
+    def at(self, num_tokens: float) -> float:
+        if not self.known:
+            return 0.0
+        return self._y / self._n + self.slope * (num_tokens - self._x / self._n)
+
+    @property
+    def slope(self) -> float:
+        """Neither can a token make things shorter, nor can nothing take less than no time."""
+        if not self.known:
+            return 0.0
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        variance = max(self._xx - self._n * mean_x**2, 0.0) + self._stiffness
+        covariance = self._xy - self._n * mean_x * mean_y + self._stiffness * self._share * mean_y
+        slope = covariance / variance if variance > 0.25 else self._share * mean_y
+        return min(max(slope, 0.0), mean_y / max(mean_x, 1.0))
+
+
+class Acceptance:
+    """The chance that a drafted token is kept when those before it were.
+
+    By position: what was seen there, drawn towards the average of all positions.
+    """
+
+    def __init__(self) -> None:
+        self._tried: list[float] = []
+        self._kept: list[float] = []
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        tried = min(num_accepted + 1, num_drafted)  # nothing is known beyond the first rejection
+        missing = num_drafted - len(self._tried)
+        self._tried += [0.0] * missing
+        self._kept += [0.0] * missing
+        for i in range(tried):
+            self._tried[i] = _ACCEPTANCE_DECAY * self._tried[i] + 1.0
+            self._kept[i] = _ACCEPTANCE_DECAY * self._kept[i] + (i < num_accepted)
+
+    @property
+    def overall(self) -> float:
+        kept = sum(self._kept) + _PRIOR_TOKENS * _PRIOR_ACCEPTANCE
+        return kept / (sum(self._tried) + _PRIOR_TOKENS)
+
+    @property
+    def doubt(self) -> float:
+        """Standard error of `overall`."""
+        return float((self.overall * (1 - self.overall) / (sum(self._tried) + _PRIOR_TOKENS)) ** 0.5)
+
+    def by_position(self, num_positions: int) -> list[float]:
+        overall = self.overall
+        chances = [overall] * num_positions
+        for i in range(min(num_positions, len(self._tried))):
+            kept = self._kept[i] + _POSITION_TOKENS * overall
+            chances[i] = kept / (self._tried[i] + _POSITION_TOKENS)
+        return chances
+
+
+_CREDIT_TOKENS = 16.0  # what an unknown draft may lose at first: more often than not it pays
+_FEW = 5  # tokens of a stretch that say how fast the verifier writes
+# Of a pass nearly all is the reading of the weights, once, whatever the number of tokens.
+_PASS_SHARE = 0.03
+
+
+@dataclass(slots=True)
+class Mode:
+    """What is measured while other blocks are under way, or while none is."""
+
+    draft: Average = field(default_factory=Average)  # a drafted token, sampling and codec included
+    judge: Line = field(default_factory=lambda: Line(_PASS_SHARE))
+
+
+class Estimates:
+    """All that was measured, of one draft and one verifier. Outlives an answer.
+
+    Args:
+        round_trip_s: of the network, where it is known from before.
+        forward_s: of a recent pass on the verifier; 0 where nobody knows.
+    """
+
+    def __init__(self, round_trip_s: float = 0.0, forward_s: float = 0.0) -> None:
+        self.alone, self.overlapped = Mode(), Mode()
+        self.network = Line(stiffness=60.0)  # over drafted tokens: what remains is the uplink's rate
+        self.queue, self.others = Average(), Average()
+        self.cloud_step_s = 0.0  # from one token to the next while the verifier writes alone; 0: not seen
+        self.saved_tokens = _CREDIT_TOKENS  # by drafting, against the verifier alone; below 0: lost
+        self.acceptance = Acceptance()
+        self._stretch: list[float] = []  # arrivals of what it writes alone
+        if round_trip_s > 0:
+            self.network.add(0, round_trip_s)
+        if forward_s > 0:
+            self.alone.judge.add(1, forward_s)
+
+    @property
+    def enough(self) -> bool:
+        """Whether all is known that a choice depends on."""
+        return self.network.known and (self.alone.judge.known or self.overlapped.judge.known)
+
+    def add(self, done: Round) -> None:
+        """One round of an answer, in the order in which they came."""
+        if not done.num_drafted:
+            self._add_cloud(done.round_trip_s)
+            return
+        self._stretch.clear()
+        self.acceptance.add(done.num_drafted, done.num_accepted)
+        mode = self.overlapped if done.more or done.num_before else self.alone
+        if done.prompt_s:  # reading a prompt says nothing about the rounds to come
+            if done.num_drafted > 1:
+                mode.draft.add((done.draft_s + done.codec_s - done.prompt_s) / (done.num_drafted - 1))
+            return
+        timing, own = done.timing, done.num_drafted + 1
+        judged_s, queue_s = (timing.forward_us + timing.verification_us) / 1e6, timing.queue_us / 1e6
+        mode.draft.add((done.draft_s + done.codec_s) / done.num_drafted)
+        mode.judge.add(timing.batch_tokens or own, judged_s)
+        self.others.add(max(timing.batch_tokens - own, 0))
+        self.network.add(done.num_drafted, max(done.round_trip_s - queue_s - judged_s, 0.0))
+        if not done.num_before:  # others wait behind our own earlier blocks, which the model knows of
+            self.queue.add(queue_s)
+
+    def _add_cloud(self, since_asked_s: float) -> None:
+        """A whole stretch is averaged: where the network hands tokens over in bursts, few say nothing."""
+        if self._stretch and since_asked_s < self._stretch[-1]:
+            self._stretch.clear()  # another stretch was asked for
+        self._stretch.append(since_asked_s)
+        if len(self._stretch) >= _FEW:
+            self.cloud_step_s = (self._stretch[-1] - self._stretch[0]) / (len(self._stretch) - 1)
