@@ -22,7 +22,6 @@ from shared.faults import FaultKind, SpecwireError
 
 if TYPE_CHECKING:
     from cloud_verifier.auth import Authenticator
-    from cloud_verifier.passes import StepEmulation
     from cloud_verifier.server import ServerConfig
     from cloud_verifier.target_model import TargetModel
     from shared.transport import Tls
@@ -107,7 +106,9 @@ def serve(
     drain_timeout: Annotated[float, typer.Option(help="Seconds to finish when told to stop.", min=0)] = 30,
     emulate_step: Annotated[
         str,
-        typer.Option(help="BASE_MS,PER_TOKEN_MS: passes take as long as a bigger model's."),
+        typer.Option(
+            help="Passes take as long as a bigger model's: 7b, 70b (on one A100), or BASE_MS,PER_TOKEN_MS."
+        ),
     ] = "",
     tokens: Annotated[
         Path | None,
@@ -127,6 +128,7 @@ def serve(
     _set_up_logging(log_level, log_format)
     prepare_threads(threads)
     from cloud_verifier.auth import Authenticator
+    from cloud_verifier.emulation import parse_emulation
     from cloud_verifier.registry import EngineLimits
     from cloud_verifier.scheduler import Budget
     from cloud_verifier.server import ServerConfig
@@ -145,7 +147,7 @@ def serve(
             share_prefixes=share_prefixes,
         ),
         budget=Budget(pass_tokens=pass_tokens),
-        emulation=_emulation(emulate_step),
+        emulation=parse_emulation(emulate_step),
         log_prompts=log_prompts,
     )
     authenticator = Authenticator(tokens)
@@ -293,22 +295,6 @@ def parse_bytes(text: str) -> int:
         raise SpecwireError(
             FaultKind.BAD_REQUEST, f"{text!r} is not an amount of memory.", "Write it like 4GiB or 500MB."
         ) from None
-
-
-def _emulation(text: str) -> StepEmulation | None:
-    from cloud_verifier.passes import StepEmulation
-
-    if not text:
-        return None
-    try:
-        base, per_token = (float(part) for part in text.split(","))
-    except ValueError:
-        raise SpecwireError(
-            FaultKind.BAD_REQUEST,
-            f"--emulate-step {text!r} is not BASE_MS,PER_TOKEN_MS.",
-            "Write two numbers of milliseconds, such as 25,0.4.",
-        ) from None
-    return StepEmulation(base, per_token)
 
 
 def _tls(

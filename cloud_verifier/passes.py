@@ -47,6 +47,11 @@ class StepEmulation:
 
     base_ms: float
     per_token_ms: float
+    model: str = ""
+
+    def __str__(self) -> str:
+        model = f"{self.model}: " if self.model else ""
+        return f"{model}{self.base_ms:g} ms a pass and {self.per_token_ms:g} ms a token"
 
     def seconds(self, num_tokens: int) -> float:
         return (self.base_ms + self.per_token_ms * num_tokens) / 1e3

@@ -85,7 +85,7 @@ def make_describe(model: TargetModel, engine: Engine, config: ServerConfig) -> C
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         allows_generate=config.allow_generate,
-        emulation="" if config.emulation is None else repr(config.emulation),
+        emulation="" if config.emulation is None else str(config.emulation),
     )
 
     def describe() -> Description:
