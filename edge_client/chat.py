@@ -37,7 +37,7 @@ class Chat:
         self._system = system
         self._always_stats = stats
         self._sampling = client.options.sampling()
-        self._controller = client.options.controller(client.description)
+        self._controller = client.options.controller(client.reached)
         self._conversation: Conversation = client.conversation()
         self._messages: list[dict[str, str]] = self._start()
         self._last: Result | None = None
@@ -48,9 +48,7 @@ class Chat:
             import readline  # noqa: F401 - gives `input` editing and a history
         interactive = sys.stdin.isatty()
         if interactive:
-            self._terminal.err.print(
-                Text(f"{self._client.description.model}. /help lists the commands.", "dim")
-            )
+            self._terminal.err.print(Text(f"{self._speaker()}. /help lists the commands.", "dim"))
         try:
             while True:
                 try:
@@ -109,18 +107,25 @@ class Chat:
             self._terminal.stats(self._last)
 
     async def _answer(self) -> tuple[str, Result]:
-        client, committed = self._client, self._conversation.committed
-        if committed and len(self._messages) > 2:
-            tokens = next_turn(client.manifest, client.tokenizer, committed, self._messages)
+        client, conversation = self._client, self._conversation
+        if not conversation.has_met and (description := await client.ask_again()) is not None:
+            conversation.meet(description)
+        if conversation.history and len(self._messages) > 2:
+            tokens = next_turn(client.manifest, client.tokenizer, conversation.history, self._messages)
         else:
             tokens = chat_prompt(client.manifest, client.tokenizer, self._messages)
-        events = self._conversation.answer(
+        events = conversation.answer(
             tokens,
             sampling=self._sampling,
             max_new_tokens=client.options.max_tokens,
             controller=self._controller,
         )
         return await self._terminal.stream(client, events)
+
+    def _speaker(self) -> str:
+        if self._client.reached is not None:
+            return self._client.reached.model
+        return f"{self._client.manifest.name} alone, because no verifier can be reached"
 
     def _start(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self._system}] if self._system else []

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from edge_client.terminal import Terminal
 
 # Exit codes, for scripts.
-WRONG, USAGE, TRY_LATER, INTERRUPTED = 1, 2, 3, 130
+WRONG, USAGE, TRY_LATER, EDGE_ONLY, INTERRUPTED = 1, 2, 3, 4, 130
 _TRY_LATER = frozenset({FaultKind.UNAVAILABLE, FaultKind.TIMED_OUT, FaultKind.OVERLOADED, FaultKind.DRAINING})
 
 app = typer.Typer(
@@ -41,7 +41,8 @@ app = typer.Typer(
     "exactly as if the large model had written it alone.",
     epilog="Every option can also be set in the environment (SPECWIRE_VERIFIER for --verifier, and so on) or "
     "in ~/.config/specwire/specwire.toml under \\[edge-client]. "
-    "Exit codes: 0 done, 1 something is wrong, 2 wrong use, 3 the verifier is away or busy, 130 interrupted.",
+    "Exit codes: 0 done, 1 something is wrong, 2 wrong use, 3 the verifier is away or busy, 4 done but not "
+    "exact (edge only), 130 interrupted.",
 )
 
 _ENDPOINT, _OUTPUT = "Endpoint", "Output"
@@ -114,6 +115,7 @@ async def _run(
     explain: bool,
 ) -> None:
     from edge_client.prompts import chat_prompt, plain_prompt
+    from edge_client.results import Loss
     from edge_client.startup import open_client
     from edge_client.terminal import print_json, result_json
 
@@ -126,7 +128,7 @@ async def _run(
                 client.manifest, client.tokenizer, [*messages, {"role": "user", "content": text}]
             )
         terminal.legend()
-        controller = options.controller(client.description)
+        controller = options.controller(client.reached)
         async with client.conversation() as conversation:
             events = conversation.answer(
                 tokens,
@@ -140,6 +142,8 @@ async def _run(
             print_json(result_json(answer, result, client))
         if stats:
             terminal.stats(result)
+    if Loss.EDGE_ONLY in result.losses:
+        raise typer.Exit(EDGE_ONLY)
 
 
 @app.command()
@@ -171,7 +175,9 @@ def chat(
 
 
 @app.command()
-@takes_options(CONNECTION, MODEL, SAMPLING, SPECULATION, without=("cloud_only",), max_tokens=128)
+@takes_options(
+    CONNECTION, MODEL, SAMPLING, SPECULATION, without=("cloud_only", "edge_only_fallback"), max_tokens=128
+)
 def bench(
     options: Options,
     prompts: Annotated[int, option(_OUTPUT, "Prompts to measure with.", min=1)] = 4,
@@ -206,7 +212,7 @@ def bench(
 
 
 @app.command()
-@takes_options(CONNECTION, MODEL, SPECULATION, without=("cloud_only",), patience=10.0)
+@takes_options(CONNECTION, MODEL, SPECULATION, without=("cloud_only", "edge_only_fallback"), patience=10.0)
 def doctor(options: Options) -> None:
     """Check draft, verifier, connection and speed, and say how to fix what is wrong (exit code 1)."""
     import asyncio

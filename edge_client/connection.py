@@ -28,6 +28,14 @@ _FRAME_BYTES = 16_384
 """Largest HTTP/2 DATA frame that either side announces."""
 
 
+_FILLER_TAG = b"\xfa\x3f"
+"""Field 1023, length-delimited: no message of the contract has it."""
+_REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+_SERVICE = pb.DESCRIPTOR.services_by_name["Verifier"].full_name
+_REFLECTION_REQUEST = b"\x22" + bytes([len(_SERVICE)]) + _SERVICE.encode()
+"""`file_containing_symbol`, field 4 of ServerReflectionRequest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long to wait for what, in seconds.
@@ -129,6 +137,51 @@ class Verifier:
     async def describe_at(self, address: str) -> Description:
         channel = await self._ready(address)
         call = _stub(channel).Describe(
+    async def upload(self, address: str, num_bytes: int) -> float:
+        """Seconds that a Describe with so many bytes of an unknown field takes, its small answer included.
+
+        The contract has both sides ignore unknown fields, so any verifier takes it.
+        """
+        channel = await self._ready(address)
+        filler = _FILLER_TAG + _varint(num_bytes) + bytes(num_bytes)
+        request = pb.DescribeRequest.FromString(filler)
+        started = time.perf_counter()
+        call = _stub(channel).Describe(request, metadata=self._metadata(), timeout=self.patience.answer)
+        await _in_words(call, address, self._tls)
+        return time.perf_counter() - started
+
+    async def download(self, address: str, num_bytes: int) -> tuple[int, float]:
+        """Bytes and seconds of at least so many bytes of answers, asked for all at once.
+
+        They are the service's own description, by gRPC's reflection: the largest thing that every verifier
+        tells without work. The seconds include one round trip.
+
+        Raises:
+            SpecwireError: PROTOCOL_MISMATCH where a proxy or an older verifier has no reflection.
+        """
+        channel = await self._ready(address)
+        reflection: Any = channel.stream_stream(_REFLECTION)
+        call = reflection(metadata=self._metadata(), timeout=self.patience.answer)
+        size = await self._reflect(call, address, 1)
+        started = time.perf_counter()
+        received = await self._reflect(call, address, -(-num_bytes // size))
+        seconds = time.perf_counter() - started
+        await call.done_writing()
+        call.cancel()
+        return received, seconds
+
+    async def _reflect(self, call: Any, address: str, count: int) -> int:
+        """Bytes of `count` answers to one question asked `count` times."""
+        received = 0
+        for _ in range(count):
+            await _in_words(call.write(_REFLECTION_REQUEST), address, self._tls)
+        for _ in range(count):
+            answer = await _in_words(call.read(), address, self._tls)
+            if not isinstance(answer, bytes):
+                raise _explain(await call.code(), await call.details(), address, self._tls)
+            received += len(answer)
+        return received
+
             pb.DescribeRequest(), metadata=self._metadata(), timeout=self.patience.connect
         )
         return wire.description_from_proto(await _in_words(call, address, self._tls))
@@ -224,6 +277,14 @@ def framed_bytes(num_bytes: int) -> int:
 
     Not counted: headers at the start of a stream (about 300 bytes once), window updates, TLS records,
     TCP and IP.
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
     """
     num_bytes += 5
     return num_bytes + 9 * -(-num_bytes // _FRAME_BYTES)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_client.connection import Verifier
+from edge_client.controller import Controller
 from edge_client.drafting import Drafter
 from edge_client.generate import Conversation
+from edge_client.link_rate import downlink, uplink
 from edge_client.manifest import DraftManifest, read_manifest, verify_files
 from edge_client.options import Options
 from edge_client.prompts import plain_prompt
@@ -20,6 +22,7 @@ from edge_client.startup import Client, draft_folder, load_model, load_tokenizer
 from shared.codecs import CODECS, DEFAULT_CODEC, get_codec
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import Description, SamplingParams
+from shared.transport import is_loopback
 from shared.vocabulary import check_same_tokenizer
 
 if TYPE_CHECKING:
@@ -58,7 +61,9 @@ async def examine(options: Options, report: Callable[[Check], None]) -> bool:
         if description is not None and manifest is not None:
             fits = _check_fit(options, manifest, description, add, fault)
         if description is not None:
-            await _check_round_trip(verifier, add, fault)
+            access = access_check(options, verifier.addresses)
+            add(access.name, access.ok, access.text, access.remedy)
+            await _check_link(verifier, add, fault)
         model = None
         if folder is not None and manifest is not None:
             model = await _check_model(options, folder, manifest, add, fault)
@@ -138,18 +143,46 @@ def _check_fit(
     return True
 
 
-async def _check_round_trip(verifier: Verifier, add: _Add, fault: _Fault) -> None:
+def access_check(options: Options, addresses: Sequence[str]) -> Check:
+    """About verifiers that have answered, so that they take what they were given: can others read it?"""
+    exposed = [address for address in addresses if options.insecure and not is_loopback(address)]
+    if exposed and options.token:
+        return Check(
+            "access",
+            False,
+            f"The token travels to {exposed[0]} in plain text.",
+            "Leave out --insecure, and give the verifier a certificate (`make certs` makes one for trials).",
+        )
+    way = "Plain text" if options.insecure else "TLS with a trusted certificate"
+    token = "the token is accepted" if options.token else "no token is asked for"
+    return Check("access", True, f"{way}; {token}.")
+
+
+async def _check_link(verifier: Verifier, add: _Add, fault: _Fault) -> None:
+    address = verifier.addresses[0]
     times: list[float] = []
     try:
         for _ in range(_NUM_PINGS):
-            times.append(await verifier.ping(verifier.addresses[0]))
+            times.append(await verifier.ping(address))
     except SpecwireError as error:
         if not times:
             fault("round trip", error)
             return
     times.sort()
     p50, p95 = statistics.median(times), times[int(0.95 * (len(times) - 1))]
-    add("round trip", True, f"{p50 * 1e3:.1f} ms (p50), {p95 * 1e3:.1f} ms (p95) to {verifier.addresses[0]}.")
+    add("round trip", True, f"{p50 * 1e3:.1f} ms (p50), {p95 * 1e3:.1f} ms (p95) to {address}.")
+    try:
+        up = await uplink(verifier, address, p50)
+        down = await downlink(verifier, address, p50)
+    except SpecwireError as error:
+        fault("rate", error)
+        return
+    add(
+        "rate",
+        True,
+        f"At least {up} up and {down} down on one gRPC stream, by moving {up.num_bytes / 1e3:.0f} and "
+        f"{down.num_bytes / 1e3:.0f} kB.",
+    )
 
 
 async def _check_model(
@@ -194,16 +227,19 @@ async def _check_speed(client: Client, add: _Add, fault: _Fault) -> None:
 
 async def _speed(client: Client, options: Options) -> tuple[float, Result]:
     tokens = plain_prompt(client.manifest, client.tokenizer, _PROMPT)
+    controller = options.controller(client.description)
     async with client.conversation() as conversation:
-        for _ in range(2):  # the first one warms up
-            result = await _answer(conversation, tokens, options)
+        for _ in range(2):  # the first one warms up, the controller with it
+            result = await _answer(conversation, tokens, options, controller)
     after_first = result.total_s - result.first_token_s
     return (len(result.tokens) - 1) / after_first if after_first > 0 else result.tokens_per_s, result
 
 
-async def _answer(conversation: Conversation, tokens: list[int], options: Options) -> Result:
+async def _answer(
+    conversation: Conversation, tokens: list[int], options: Options, controller: Controller
+) -> Result:
     async for event in conversation.answer(
-        tokens, sampling=options.sampling(), max_new_tokens=_NUM_TOKENS, controller=options.controller()
+        tokens, sampling=options.sampling(), max_new_tokens=_NUM_TOKENS, controller=controller
     ):
         if isinstance(event, Result):
             return event

@@ -192,6 +192,11 @@ class Drafter:
             for token in tokens:
                 self._history.append(token)
 
+    def keep(self, length: int) -> None:
+        """Forgets what was drafted beyond `length` tokens; the last of these is read again."""
+        self._undo(length)
+        self._model.rollback(min(self._model.kv_len, length - 1))
+
     def _undo(self, length: int) -> None:
         del self.sequence[length:]
         if self._history is not None:

@@ -9,18 +9,20 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
+from edge_client.alone import NOTICE, AloneText, is_lost, write_alone
 from edge_client.connection import Verifier
 from edge_client.controller import Controller, Plan
 from edge_client.drafting import Block, Drafter, Model, NoModel
-from edge_client.results import Counts, Emission, Origin, Result, Round, TimeShare
-from edge_client.session import RemoteSession, Reply, Traffic
-from shared.codecs import DEFAULT_CODEC, get_codec
+from edge_client.results import Emission, Loss, Origin, Result, Round, Tally
+from edge_client.session import DisconnectedError, RemoteSession, Reply, Traffic
+from shared.codecs import CODECS, DEFAULT_CODEC, get_codec
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import (
     Append,
@@ -37,7 +39,12 @@ from shared.messages import (
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """What stays the same for all answers of a conversation."""
+    """What stays the same for all answers of a conversation.
+
+    Args:
+        codec, verification: empty takes the verifier's first choice that is known here.
+        edge_only_fallback: the draft may go on alone when no verifier can be reached.
+    """
 
     tokenizer: TokenizerIdentity
     eos_ids: tuple[int, ...]
@@ -46,39 +53,65 @@ class SessionSettings:
     max_block: int = 32
     logprobs: int = 0
     client: str = ""
+    edge_only_fallback: bool = False
+
+    def agreed(self, description: Description) -> SessionSettings:
+        """With what was left to the verifier, which serves what `description` says."""
+        codec = self.codec or _first("codec", description.codecs, CODECS)
+        verification = self.verification or _first("verification", description.verifications)
+        # Coupled verification reads no distributions, so none are sent.
+        if verification == "coupled" and "tokens" in description.codecs:
+            codec = "tokens"
+        return replace(self, codec=codec, verification=verification)
 
 
 class Conversation:
     """Answers on one draft model and one verifier, reusing what both already know of the text.
 
     An async context manager. `model=None` lets the verifier write alone. The draft runs in `worker`, a
-    thread of its own unless several conversations share one.
+    thread of its own unless several conversations share one. `description=None` says that no verifier has
+    been reached yet: until `meet`, answers are the draft's alone, if the settings allow that.
     """
 
     def __init__(
         self,
         verifier: Verifier,
-        description: Description,
+        description: Description | None,
         model: Model | None,
         settings: SessionSettings,
         worker: ThreadPoolExecutor | None = None,
     ) -> None:
         self._verifier = verifier
-        self._description = description
+        self._model = model
         self._settings = settings
-        coupled = settings.verification == "coupled"
-        # Coupled verification reads no distributions, so none are sent.
-        self._codec = "tokens" if coupled and "tokens" in description.codecs else settings.codec
-        self._drafter = Drafter(
-            model or NoModel(),
-            get_codec(self._codec),
+        self._description: Description | None = None
+        self._drafter = self._make_drafter()
+        self._alone: AloneText | None = None
+        self._owns_worker = worker is None
+        self._worker = worker or ThreadPoolExecutor(1, "specwire-draft")
+        self._session: RemoteSession | None = None
+        if description is not None:
+            self.meet(description)
+
+    def _make_drafter(self) -> Drafter:
+        settings = self._settings
+        return Drafter(
+            self._model or NoModel(),
+            get_codec(settings.codec or DEFAULT_CODEC),
             settings.tokenizer.size,
             settings.eos_ids,
-            coupled=coupled,
+            coupled=settings.verification == "coupled",
         )
-        self._own_worker = ThreadPoolExecutor(1, "specwire-draft") if worker is None else None
-        self._worker = worker or self._own_worker
-        self._session: RemoteSession | None = None
+
+    def meet(self, description: Description) -> None:
+        """A verifier that serves this judges from the next answer on.
+
+        Raises:
+            SpecwireError: it offers nothing that is known here, or the settings ask for what is not.
+        """
+        self._settings = self._settings.agreed(description)
+        self._description = description
+        self._drafter = self._make_drafter()
 
     async def __aenter__(self) -> Self:
         return self
@@ -87,8 +120,13 @@ class Conversation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.reset()
-        if self._own_worker is not None:
-            self._own_worker.shutdown()
+        if self._owns_worker:
+            self._worker.shutdown()
+
+    @property
+    def has_met(self) -> bool:
+        """Whether a verifier has been reached since this conversation was made."""
+        return self._description is not None
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -96,12 +134,23 @@ class Conversation:
         return tuple(self._session.committed) if self._session is not None else ()
 
     @property
+    def history(self) -> tuple[int, ...]:
+        """What a next turn should extend: all that is committed, or else what the draft ended alone."""
+        if self._session is None and self._alone is not None and self._alone.whole:
+            return self._alone.tokens
+        return self.committed
+
+    @property
     def traffic(self) -> Traffic | None:
         """What the session has sent and received so far, counted on; None without a session."""
         return self._session.traffic if self._session is not None else None
 
     async def reset(self) -> None:
-        """Ends the session on the verifier."""
+        """Ends the session on the verifier, and forgets what the draft wrote alone."""
+        self._alone = None
+        await self._end_session()
+
+    async def _end_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.__aexit__(None, None, None)
@@ -122,33 +171,89 @@ class Conversation:
         Raises:
             SpecwireError: with what is wrong and what to do.
         """
-        started = time.perf_counter()
-        limit = min(len(tokens) + max_new_tokens, self._description.limits.max_context)
+        tally = Tally(time.perf_counter())
+        limit = min(len(tokens) + max_new_tokens, self._max_context)
         if limit <= len(tokens):
             raise SpecwireError(
                 FaultKind.CONTEXT_EXCEEDED,
-                f"{len(tokens)} tokens leave no room for an answer in a context of "
-                f"{self._description.limits.max_context}.",
+                f"{len(tokens)} tokens leave no room for an answer in a context of {self._max_context}.",
                 "Shorten the prompt or the conversation.",
             )
+        earlier = self._alone if self._alone is not None and self._alone.is_in(tokens) else None
+        self._alone = earlier
         finished = False
         try:
-            session, before = await self._begin(tuple(tokens), sampling, max_new_tokens)
-            self._drafter.begin(tokens, sampling, limit)
-            loop = _Loop(session, before, self._drafter, self._worker, controller, self._description, limit)
+            written = self._write(tuple(tokens), sampling, max_new_tokens, controller, limit, tally)
+            async with aclosing(written):
+                async for emission in written:
+                    if earlier is not None:
+                        emission = replace(emission, losses=emission.losses | {Loss.PROMPT})
+                    tally.add(emission)
+                    if emission.is_edge_only:
+                        self._remember_alone(tokens, tally, earlier)
+                    if emission.tokens:
+                        yield emission
+            finished = True
+            yield tally.result()
+        finally:
+            if not finished:
+                await self._end_session()
+
+    @property
+    def _max_context(self) -> int:
+        if self._description is not None:
+            return self._description.limits.max_context
+        return self._model.max_context if self._model is not None else 0
+
+    def _remember_alone(self, tokens: Sequence[int], tally: Tally, earlier: AloneText | None) -> None:
+        num_alone = tally.counts.by_origin[Origin.EDGE_ONLY]
+        start = earlier.start if earlier is not None else len(tokens) + len(tally.tokens) - num_alone
+        whole = tally.finish is not FinishReason.NONE
+        self._alone = AloneText((*tokens, *tally.tokens), start, whole)
+
+    async def _write(
+        self,
+        tokens: tuple[int, ...],
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        controller: Controller,
+        limit: int,
+        tally: Tally,
+    ) -> AsyncGenerator[Emission]:
+        """The answer's emissions, with the verifier and, where that is allowed, without."""
+        self._drafter.begin(tokens, sampling, limit)
+        try:
+            if self._description is None:
+                raise DisconnectedError(
+                    FaultKind.UNAVAILABLE, "No verifier has been reached yet.", "Try again later."
+                )
+            session, before = await self._begin(self._description, tokens, sampling, max_new_tokens)
+            loop = _Loop(session, self._drafter, self._worker, controller, self._description, limit, tally)
             try:
-                async for emission in loop.rounds(started):
+                async for emission in loop.rounds():
                     yield emission
             finally:
                 await loop.stop()
-            finished = True
-            yield loop.result(started)
-        finally:
-            if not finished:
-                await self.reset()
+                tally.traffic = session.traffic.since(before)
+        except SpecwireError as lost:
+            if not self._settings.edge_only_fallback or self._model is None or not is_lost(lost):
+                raise
+            await self._end_session()
+            self._verifier.notify(f"{lost.text} {NOTICE}")
+            self._drafter.keep(len(tokens) + len(tally.tokens))
+            alone = write_alone(self._drafter, self._worker, limit, self._settings.eos_ids, lost)
+            async with aclosing(alone):
+                async for emission, tally.finish in alone:
+                    tally.share.draft += emission.round.draft_s
+                    tally.share.codec += emission.round.codec_s
+                    yield emission
 
     async def _begin(
-        self, tokens: tuple[int, ...], sampling: SamplingParams, max_new_tokens: int
+        self,
+        description: Description,
+        tokens: tuple[int, ...],
+        sampling: SamplingParams,
+        max_new_tokens: int,
     ) -> tuple[RemoteSession, Traffic]:
         """The session, begun or continued, and its traffic before this answer."""
         session = self._session
@@ -158,16 +263,16 @@ class Conversation:
                 before = replace(session.traffic)
                 await session.send(Append(0, 0, held, tokens[held:], max_new_tokens, sampling))
                 return session, before
-            await self.reset()
+            await self._end_session()
         settings = self._settings
         session = self._verifier.open_session(
             Open(
                 tokenizer=settings.tokenizer,
                 tokens=tokens,
                 sampling=sampling,
-                codec=self._codec,
+                codec=settings.codec,
                 verification=settings.verification,
-                max_block=min(settings.max_block, self._description.limits.max_block),
+                max_block=min(settings.max_block, description.limits.max_block),
                 max_new_tokens=max_new_tokens,
                 eos_ids=settings.eos_ids,
                 logprobs=settings.logprobs,
@@ -184,15 +289,15 @@ class _Loop:
     def __init__(
         self,
         session: RemoteSession,
-        before: Traffic,
         drafter: Drafter,
-        worker: ThreadPoolExecutor | None,
+        worker: ThreadPoolExecutor,
         controller: Controller,
         description: Description,
         limit: int,
+        tally: Tally,
     ) -> None:
         self._session = session
-        self._before = before
+        self._tally = tally
         self._drafter = drafter
         self._worker = worker
         self._controller = controller
@@ -208,31 +313,22 @@ class _Loop:
         self._receiving: asyncio.Task[Reply] | None = None
         self._last_round = 0.0
         self._send_s = 0.0
-        self._finish = FinishReason.NONE
-        self._lossy = False
-        self._tokens: list[int] = []
-        self._counts = Counts()
-        self._share = TimeShare()
-        self._first_token_s = 0.0
+        self._share = tally.share
 
-    async def rounds(self, started: float) -> AsyncGenerator[Emission]:
+    async def rounds(self) -> AsyncGenerator[Emission]:
         receiving = self._receive()
-        while self._finish is FinishReason.NONE:
+        while self._tally.finish is FinishReason.NONE:
             plan = self._controller.plan()
             if not receiving.done() and self._window_is_open(plan):
                 await self._send_next(plan)
                 continue
             emission = await self._next_emission(receiving)
-            if self._finish is FinishReason.NONE:
+            if self._tally.finish is FinishReason.NONE:
                 receiving = self._receive()
             if emission is None:
                 continue
-            self._counts.add(emission)
             self._controller.observe(emission.round)
-            self._tokens += emission.tokens
-            if emission.tokens:
-                self._first_token_s = self._first_token_s or time.perf_counter() - started
-                yield emission
+            yield emission
 
     def _window_is_open(self, plan: Plan) -> bool:
         if not self._in_flight:
@@ -265,8 +361,6 @@ class _Loop:
         await self._send(DraftBlock(0, 0, block.base_len, block.tokens, block.payload, self._promised), block)
 
     async def _draft(self, num_tokens: int) -> Block | None:
-        if self._worker is None:
-            raise RuntimeError("the conversation is closed")
         self._drafting = self._worker.submit(self._drafter.draft, num_tokens, self._in_vain)
         return await asyncio.wrap_future(self._drafting)
 
@@ -303,6 +397,7 @@ class _Loop:
         block, answer = self._in_flight[0], reply.answer
         num_drafted = num_accepted = 0
         up_bytes = self._block_bytes[0]
+        losses: frozenset[Loss] = frozenset()
         if block is None or not isinstance(answer, Verdict):
             self._drafter.extend(reply.tokens)
             origins = (Origin.CLOUD,) * len(reply.tokens)
@@ -311,7 +406,7 @@ class _Loop:
             num_drafted, num_accepted, done = len(block.tokens), answer.num_accepted, True
             self._drafter.apply(block, num_accepted, answer.tokens)
             origins = _origins(num_drafted, num_accepted, len(answer.tokens))
-            self._lossy |= answer.lossy
+            losses = frozenset({Loss.VERIFICATION}) if answer.lossy else losses
         if done:
             self._in_flight.popleft()
             self._block_bytes.popleft()
@@ -319,7 +414,7 @@ class _Loop:
             self._in_flight.clear()
             self._block_bytes.clear()
             self._generation = self._session.generation
-        self._finish = answer.finish_reason
+        self._tally.finish = answer.finish_reason
         now, last = time.perf_counter(), self._last_round
         self._last_round = now
         done_round = Round(
@@ -337,7 +432,7 @@ class _Loop:
             more=isinstance(reply.request, DraftBlock) and reply.request.more,
             since_last_s=now - last if last else 0.0,
         )
-        return Emission(reply.tokens, origins, done_round, answer.logprobs)
+        return Emission(reply.tokens, origins, done_round, answer.logprobs, losses)
 
     async def stop(self) -> None:
         """Leaves no task and no thread at work on this answer."""
@@ -348,27 +443,20 @@ class _Loop:
         if self._drafting is not None and not self._drafting.done():
             await asyncio.wait([asyncio.wrap_future(self._drafting)])
 
-    def result(self, started: float) -> Result:
-        total_s = time.perf_counter() - started
-        self._share.close(total_s)
-        now, before = self._session.traffic, self._before
-        return Result(
-            tokens=tuple(self._tokens),
-            finish_reason=self._finish,
-            counts=self._counts,
-            time_share=self._share,
-            total_s=total_s,
-            first_token_s=self._first_token_s,
-            up_bytes=now.up_bytes - before.up_bytes,
-            down_bytes=now.down_bytes - before.down_bytes,
-            wasted_up_bytes=now.wasted_up_bytes - before.wasted_up_bytes,
-            num_stale_blocks=now.num_stale_blocks - before.num_stale_blocks,
-            num_reconnects=now.num_reconnects - before.num_reconnects,
-            lossy=self._lossy,
-        )
-
 
 def _origins(num_drafted: int, num_accepted: int, num_beyond: int) -> tuple[Origin, ...]:
     first = Origin.BONUS if num_accepted == num_drafted else Origin.RECOVERED
     beyond = (first, *(Origin.SIBLING,) * (num_beyond - 1)) if num_beyond else ()
     return (Origin.ACCEPTED,) * num_accepted + beyond
+
+
+def _first(what: str, offered: tuple[str, ...], known: Collection[str] | None = None) -> str:
+    """The verifier's first choice that this client knows."""
+    choices = [name for name in offered if known is None or name in known]
+    if not choices:
+        raise SpecwireError(
+            FaultKind.PROTOCOL_MISMATCH,
+            f"The verifier offers no {what} that this client knows ({', '.join(offered) or 'none'}).",
+            "Install the same Specwire version on both sides.",
+        )
+    return choices[0]

@@ -94,6 +94,15 @@ class Options:
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
         )
         validate(params)
+    edge_only_fallback: Annotated[
+        bool,
+        option(
+            SPECULATION,
+            "When no verifier can be reached, let the draft go on alone; that text is marked as not exact.",
+            "--edge-only-fallback",
+        ),
+    ] = False
+
         return params
 
     def controller(self, description: Description | None = None) -> Controller:
@@ -108,6 +117,12 @@ class Options:
         if self.ahead != "auto":
             raise SpecwireError(
                 FaultKind.BAD_REQUEST, f"--ahead is {self.ahead!r}, but --k is auto.", "Fix both, or neither."
+            )
+        if self.cloud_only and self.edge_only_fallback:
+            raise SpecwireError(
+                FaultKind.BAD_REQUEST,
+                "--cloud-only keeps the draft from writing, --edge-only-fallback lets it write alone.",
+                "Leave out one of them.",
             )
         if description is None:
             return AutoController()

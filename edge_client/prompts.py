@@ -31,10 +31,10 @@ def chat_prompt(manifest: DraftManifest, tokenizer: Tokenizer, messages: Sequenc
 def next_turn(
     manifest: DraftManifest,
     tokenizer: Tokenizer,
-    committed: Sequence[int],
+    history: Sequence[int],
     messages: Sequence[Message],
 ) -> list[int]:
-    """`committed` (which ends with an answer) and the user's next message after it.
+    """`history` (which ends with an answer) and the user's next message after it.
 
     The answer's own tokens are kept: its text, encoded again, may give others, and then neither side
     could reuse what it knows.
@@ -48,9 +48,9 @@ def next_turn(
         return chat_prompt(manifest, tokenizer, messages)
     tokens = list(tokenizer.encode(rest, add_special_tokens=False).ids)
     # The answer usually ends with the token that the template puts after it.
-    if tokens[:1] == list(committed[-1:]):
+    if tokens[:1] == list(history[-1:]):
         del tokens[0]
-    return [*committed, *tokens]
+    return [*history, *tokens]
 
 
 def _not_empty(tokens: list[int]) -> list[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from edge_client.session import Traffic
 from shared.messages import FinishReason, Logprobs, Timing
 
 
@@ -16,6 +18,15 @@ class Origin(StrEnum):
     BONUS = "bonus"
     SIBLING = "sibling"
     CLOUD = "cloud"
+    EDGE_ONLY = "edge_only"  # the draft's own, with no verifier in reach; never exact
+
+
+class Loss(StrEnum):
+    """Why an answer is not distributed as the target's own text."""
+
+    VERIFICATION = "verification"  # the rule that judged does not keep the target's distribution
+    EDGE_ONLY = "edge_only"  # the draft wrote some of it alone
+    PROMPT = "prompt"  # so it did with some of what the answer follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +56,17 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """Newly committed tokens, in order, with where each came from."""
+    """New tokens, in order, with where each came from; committed ones unless they are `Origin.EDGE_ONLY`."""
 
     tokens: tuple[int, ...]
     origins: tuple[Origin, ...]
     round: Round
     logprobs: Logprobs | None = None
+    losses: frozenset[Loss] = frozenset()
+
+    @property
+    def is_edge_only(self) -> bool:
+        return Loss.EDGE_ONLY in self.losses
 
 
 @dataclass(slots=True)
@@ -100,6 +116,11 @@ class Counts:
     accepted_at: list[int] = field(default_factory=list)
     by_origin: dict[Origin, int] = field(default_factory=lambda: dict.fromkeys(Origin, 0))
 
+    @property
+    def num_speculated(self) -> int:
+        """Tokens that rounds gave, not one side alone."""
+        return sum(self.by_origin.values()) - self.by_origin[Origin.CLOUD] - self.by_origin[Origin.EDGE_ONLY]
+
     def add(self, emission: Emission) -> None:
         for origin in emission.origins:
             self.by_origin[origin] += 1
@@ -132,7 +153,11 @@ class Result:
     wasted_up_bytes: int
     num_stale_blocks: int
     num_reconnects: int
-    lossy: bool
+    losses: frozenset[Loss]
+
+    @property
+    def lossy(self) -> bool:
+        return bool(self.losses)
 
     @property
     def tokens_per_s(self) -> float:
@@ -145,9 +170,47 @@ class Result:
 
     @property
     def tokens_per_round(self) -> float:
-        speculated = len(self.tokens) - self.counts.by_origin[Origin.CLOUD]
-        return speculated / max(self.counts.num_rounds, 1)
+        return self.counts.num_speculated / max(self.counts.num_rounds, 1)
 
     @property
     def up_bytes_per_draft_token(self) -> float:
         return self.up_bytes / max(self.counts.num_drafted, 1)
+
+
+@dataclass(slots=True)
+class Tally:
+    """An answer as it grows. `started` is by `time.perf_counter`; `traffic` is set by who had a session."""
+
+    started: float
+    tokens: list[int] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    share: TimeShare = field(default_factory=TimeShare)
+    finish: FinishReason = FinishReason.NONE
+    first_token_s: float = 0.0
+    losses: set[Loss] = field(default_factory=set)
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def add(self, emission: Emission) -> None:
+        self.counts.add(emission)
+        self.tokens += emission.tokens
+        self.losses |= emission.losses
+        if emission.tokens and not self.first_token_s:
+            self.first_token_s = time.perf_counter() - self.started
+
+    def result(self) -> Result:
+        total_s = time.perf_counter() - self.started
+        self.share.close(total_s)
+        return Result(
+            tokens=tuple(self.tokens),
+            finish_reason=self.finish,
+            counts=self.counts,
+            time_share=self.share,
+            total_s=total_s,
+            first_token_s=self.first_token_s,
+            up_bytes=self.traffic.up_bytes,
+            down_bytes=self.traffic.down_bytes,
+            wasted_up_bytes=self.traffic.wasted_up_bytes,
+            num_stale_blocks=self.traffic.num_stale_blocks,
+            num_reconnects=self.traffic.num_reconnects,
+            losses=frozenset(self.losses),
+        )

@@ -76,6 +76,10 @@ class Traffic:
     num_stale_blocks: int = 0
     num_reconnects: int = 0
 
+    def since(self, before: Traffic) -> Traffic:
+        """What came on top of `before`."""
+        return Traffic(*(getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__))
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -169,13 +173,16 @@ class RemoteSession:
         while True:
             if self._ready:
                 return self._ready.popleft()
+            stream = self._stream
             try:
                 message, num_bytes = await self._read()
+                if self._stream is not stream:
+                    continue  # the last words of a verifier that `send` has left meanwhile
                 reply = self._take(message, num_bytes)
             except SpecwireError as error:
                 if not _can_go_on(error):
                     raise
-                await self._reconnect(error)
+                await self._reconnect(error, stream)
                 continue
             if self._leaving and self._pending and not any(pending.written for pending in self._pending):
                 async with self._lock:
@@ -299,9 +306,14 @@ class RemoteSession:
             self._stream = stream
             return
 
-    async def _reconnect(self, cause: SpecwireError) -> None:
-        """Back-off with full jitter over all addresses, until one takes the session or patience ends."""
+    async def _reconnect(self, cause: SpecwireError, lost: GrpcStream | None) -> None:
+        """Back-off with full jitter over all addresses, until one takes the session or patience ends.
+
+        Nothing is to be done where `send` has left the stream that was lost for another one.
+        """
         async with self._lock:
+            if self._stream is not lost:
+                return
             was_open = bool(self._session_id)
             patience = self._verifier.patience.reconnect
             deadline = time.monotonic() + patience

@@ -7,17 +7,17 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from edge_client.alone import is_lost
 from edge_client.connection import Patience, Verifier
 from edge_client.generate import Conversation, SessionSettings
 from edge_client.manifest import TOKENIZER_NAME, DraftManifest, read_manifest
 from edge_client.options import Options
-from shared.codecs import CODECS
+from edge_client.version import package_version
 from shared.config import cache_dir
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import Description
@@ -35,32 +35,64 @@ _PREFERRED = ("q4_exact", "int8", "int4", "fp32")
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """All that an answer needs. `model` is None when the verifier writes alone."""
+    """All that an answer needs. `model` is None when the verifier writes alone, `reached` when no verifier
+    could be reached and the draft may go on alone."""
 
     options: Options
     verifier: Verifier
-    description: Description
+    reached: Description | None
     manifest: DraftManifest
     tokenizer: Tokenizer
     model: DraftModel | None
+
+    @property
+    def description(self) -> Description:
+        """Raises SpecwireError(UNAVAILABLE) when no verifier was reached."""
+        if self.reached is None:
+            raise SpecwireError(FaultKind.UNAVAILABLE, "No verifier could be reached.", "Try again later.")
+        return self.reached
+
+    async def ask_again(self) -> Description | None:
+        """What the verifier serves now, as `ask` does."""
+        return await ask(self.verifier, self.options, self.manifest)
 
     def conversation(self, logprobs: int = 0) -> Conversation:
         """A new conversation; the caller enters it as a context manager."""
         return Conversation(
             self.verifier,
-            self.description,
+            self.reached,
             self.model,
-            SessionSettings(
-                tokenizer=self.manifest.tokenizer,
-                eos_ids=self.manifest.eos_ids,
-                codec=_offered("codec", self.options.codec, self.description.codecs, tuple(CODECS)),
-                verification=_offered(
-                    "verification", self.options.verification, self.description.verifications
-                ),
-                logprobs=logprobs,
-                client=f"edge-client {version('specwire')}",
-            ),
+            session_settings(self.options, self.manifest, logprobs),
         )
+
+
+def session_settings(options: Options, manifest: DraftManifest, logprobs: int = 0) -> SessionSettings:
+    """What these options ask of every session."""
+    return SessionSettings(
+        tokenizer=manifest.tokenizer,
+        eos_ids=manifest.eos_ids,
+        codec=options.codec,
+        verification=options.verification,
+        logprobs=logprobs,
+        client=f"edge-client {package_version()}",
+        edge_only_fallback=options.edge_only_fallback,
+    )
+
+
+async def ask(verifier: Verifier, options: Options, manifest: DraftManifest) -> Description | None:
+    """What the verifier serves; None when none can be reached and the draft may then go on alone.
+
+    Raises:
+        SpecwireError: no verifier answers, or it does not fit this draft.
+    """
+    try:
+        description = await verifier.describe()
+    except SpecwireError as fault:
+        if not options.edge_only_fallback or not is_lost(fault):
+            raise
+        return None
+    check_same_tokenizer(manifest.tokenizer, description.tokenizer)
+    return description
 
 
 def draft_folder(draft: str) -> Path:
@@ -93,8 +125,17 @@ def _preference(folder: Path) -> tuple[int, int]:
 
 
 def make_verifier(options: Options, notify: Callable[[str], None] | None = None) -> Verifier:
+    """Raises SpecwireError(BAD_REQUEST) for an address without a port."""
+    addresses = [address.strip() for address in options.verifier.split(",") if address.strip()]
+    for address in addresses:
+        if not address.startswith("unix:") and not address.rpartition(":")[2].isdecimal():
+            raise SpecwireError(
+                FaultKind.BAD_REQUEST,
+                f"The verifier's address {address!r} has no port.",
+                f"Give --verifier {address.rstrip(':')}:7070, or the port that it listens on.",
+            )
     return Verifier(
-        [address for address in options.verifier.split(",") if address.strip()],
+        addresses,
         tls=None if options.insecure else Tls(ca=options.tls_ca),
         token=options.token,
         patience=Patience(connect=options.connect_timeout, reconnect=options.patience),
@@ -136,9 +177,8 @@ async def open_client(options: Options, notify: Callable[[str], None] | None = N
         loading = asyncio.ensure_future(asyncio.to_thread(load_model, options, folder))
         try:
             tokenizer, description = await asyncio.gather(
-                asyncio.to_thread(load_tokenizer, folder), verifier.describe()
+                asyncio.to_thread(load_tokenizer, folder), ask(verifier, options, manifest)
             )
-            check_same_tokenizer(manifest.tokenizer, description.tokenizer)
             model = await loading
         except BaseException:
             await asyncio.wait([loading])
@@ -146,17 +186,3 @@ async def open_client(options: Options, notify: Callable[[str], None] | None = N
                 loading.exception()
             raise
         yield Client(options, verifier, description, manifest, tokenizer, model)
-
-
-def _offered(what: str, wanted: str, offered: tuple[str, ...], known: tuple[str, ...] | None = None) -> str:
-    """`wanted`, or the verifier's first choice that this client knows."""
-    if wanted:
-        return wanted
-    choices = [name for name in offered if known is None or name in known]
-    if not choices:
-        raise SpecwireError(
-            FaultKind.PROTOCOL_MISMATCH,
-            f"The verifier offers no {what} that this client knows ({', '.join(offered) or 'none'}).",
-            "Install the same Specwire version on both sides.",
-        )
-    return choices[0]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from edge_client.results import Emission, Origin, Result
+from edge_client.results import Emission, Loss, Origin, Result
 from edge_client.startup import Client
 from edge_client.text_stream import TextStream
 from shared.faults import SpecwireError
@@ -24,6 +24,14 @@ ORIGIN_STYLES = {
     Origin.BONUS: "cyan",
     Origin.SIBLING: "magenta",
     Origin.CLOUD: "yellow",
+    Origin.EDGE_ONLY: "italic bright_black",
+}
+
+
+LOSS_TEXTS = {
+    Loss.VERIFICATION: "this verification does not keep the target's distribution",
+    Loss.EDGE_ONLY: "the draft wrote some of it alone (edge only)",
+    Loss.PROMPT: "it follows what the draft wrote alone",
 }
 
 
@@ -124,8 +132,7 @@ def summary_lines(result: Result) -> list[tuple[str, str]]:
     lines.append(("time", ", ".join(f"{name} {part:.0%}" for name, part in parts if part >= 0.005)))
     if result.num_reconnects:
         lines.append(("connection", f"lost and found again {result.num_reconnects} times"))
-    if result.lossy:
-        lines.append(("lossy", "this verification does not keep the target's distribution"))
+    lines += [("not exact", text) for loss, text in LOSS_TEXTS.items() if loss in result.losses]
     return lines
 
 
@@ -138,9 +145,10 @@ def result_json(text: str, result: Result, client: Client) -> dict[str, Any]:
         "finish_reason": {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}.get(
             result.finish_reason, ""
         ),
-        "model": client.description.model,
+        "model": client.reached.model if client.reached is not None else None,
         "draft": client.manifest.name,
         "lossy": result.lossy,
+        "lossy_because": sorted(result.losses),
         "tokens_per_s": result.tokens_per_s,
         "first_token_s": result.first_token_s,
         "total_s": result.total_s,

@@ -130,13 +130,17 @@ class _Endpoint:
 
     def _check_model(self, name: str) -> None:
         # The draft's name too: before a verifier has answered it is the only one known.
-        if name not in (*self._model_names(), self._backend.manifest.name):
+        if name not in (*self._model_names(), self._backend.manifest.name) and not self._is_alone():
             raise ApiError(
                 404,
                 f"The model '{name}' does not exist here. Available: {', '.join(self._model_names())}.",
                 param="model",
                 code="model_not_found",
             )
+
+    def _is_alone(self) -> bool:
+        """Whether nobody knows the target's name; the draft that may answer then does so to any."""
+        return self._backend.choices is None and self._backend.options.edge_only_fallback
 
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": 0, "owned_by": "specwire"}
@@ -177,7 +181,8 @@ class _Endpoint:
         repeated = [prompt for prompt in prompts for _ in range(wish.num_choices)]
         echoes = [self._echo(prompt) if wish.echo else "" for prompt in repeated]
         choices = self._backend.choices
-        facts = {"verification": choices.verification, "codec": choices.codec} if choices is not None else {}
+        settled = choices.settings if choices is not None else None
+        facts = {"verification": settled.verification, "codec": settled.codec} if settled is not None else {}
         reply = Reply(wish, self._names, wish.model, facts, echoes, chat=chat, with_tools=with_tools)
         writers = [
             write(self._backend, prompt, wish, index % wish.num_choices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,12 +18,16 @@ from edge_client.draft_model import DraftModel
 from edge_client.generate import Conversation, SessionSettings
 from edge_client.manifest import DraftManifest, read_manifest
 from edge_client.options import Options
-from edge_client.startup import draft_folder, load_model, load_tokenizer, make_verifier
-from edge_client.version import package_version
-from shared.codecs import CODECS
+from edge_client.startup import (
+    ask,
+    draft_folder,
+    load_model,
+    load_tokenizer,
+    make_verifier,
+    session_settings,
+)
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import Description
-from shared.vocabulary import check_same_tokenizer
 
 DEFAULT_CONTEXTS = 8
 
@@ -32,8 +37,7 @@ class Choices:
     """What was settled with the verifier."""
 
     description: Description
-    codec: str
-    verification: str
+    settings: SessionSettings
 
 
 class Backend:
@@ -58,6 +62,7 @@ class Backend:
         self._turnstile = Turnstile()
         self._settling = asyncio.Lock()
         self._choices: Choices | None = None
+        self._ask_after = 0.0
         self._pool: Pool | None = None
 
     @property
@@ -76,58 +81,47 @@ class Backend:
         return self._choices.description.limits.max_context
 
     async def pool(self) -> Pool:
-        """The contexts, once the verifier has said what it serves.
+        """The contexts, once the verifier has said what it serves, or where the draft may go on alone.
 
         Raises:
             SpecwireError: no verifier answers, or it does not fit this draft.
         """
         async with self._settling:
-            if self._choices is None:
+            asked = time.monotonic()
+            if self._choices is None and asked >= self._ask_after:
                 self._choices = await self._settle()
+                # While the draft goes on alone, half of the time at most is spent on asking.
+                self._ask_after = 2 * time.monotonic() - asked
             if self._pool is None:
                 self._pool = Pool(self._conversation, self.tokenizer, self._num_contexts)
             return self._pool
 
+    def introduce(self, conversation: Conversation) -> None:
+        """Lets a conversation that began without a verifier use the one that has been found since."""
+        if self._choices is not None and not conversation.has_met:
+            conversation.meet(self._choices.description)
+
     def saw_fault(self, fault: SpecwireError) -> None:
         """After a verifier is lost, the next request asks anew what serves there, and hears if none."""
         if fault.kind in (FaultKind.UNAVAILABLE, FaultKind.TIMED_OUT, FaultKind.TOKENIZER_MISMATCH):
-            self._choices = None
+            self._choices, self._ask_after = None, 0.0
 
     async def close(self) -> None:
         if self._pool is not None:
             await self._pool.close()
 
-    async def _settle(self) -> Choices:
-        description = await self.verifier.describe()
-        check_same_tokenizer(self.manifest.tokenizer, description.tokenizer)
-        options = self.options
-        known = [name for name in description.codecs if name in CODECS]
-        if not known or not description.verifications:
-            raise SpecwireError(
-                FaultKind.PROTOCOL_MISMATCH,
-                "The verifier offers no codec or no verification that this client knows.",
-                "Install the same Specwire version on both sides.",
-            )
-        return Choices(
-            description, options.codec or known[0], options.verification or description.verifications[0]
-        )
+    async def _settle(self) -> Choices | None:
+        description = await ask(self.verifier, self.options, self.manifest)
+        if description is None:
+            return None
+        return Choices(description, session_settings(self.options, self.manifest).agreed(description))
 
     def _conversation(self, logprobs: int) -> Conversation:
-        choices = self._choices
-        if choices is None:
-            raise RuntimeError("no verifier has been asked")
         return Conversation(
             self.verifier,
-            choices.description,
+            self._choices.description if self._choices is not None else None,
             SharedModel(self._model.fork(), self._turnstile) if self._model is not None else None,
-            SessionSettings(
-                tokenizer=self.manifest.tokenizer,
-                eos_ids=self.manifest.eos_ids,
-                codec=choices.codec,
-                verification=choices.verification,
-                logprobs=logprobs,
-                client=f"edge-client {package_version()}",
-            ),
+            session_settings(self.options, self.manifest, logprobs),
         )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from edge_client.api.writer import Cost, TokenInfo
-from edge_client.results import Origin
+from edge_client.results import Loss, Origin
 
 
 def specwire_report(costs: Sequence[Cost], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -14,8 +14,10 @@ def specwire_report(costs: Sequence[Cost], facts: Mapping[str, Any]) -> dict[str
 
     Keys:
         verification, codec: the rule that judged, and how distributions travelled.
-        lossy: whether anything was not exact; false means that the text is distributed as the
-            target's own.
+        lossy, lossy_because: whether anything was not exact, and why: "verification" when the rule does
+            not keep the target's distribution, "edge_only" when the draft wrote some of it alone, "prompt"
+            when so it did with what this answer follows. False means that the text is distributed as the
+            target's own. Chunks of a stream say it too, as far as it is true of them.
         rounds, drafted, accepted, acceptance: blocks judged, tokens drafted and kept, their ratio.
         tokens_per_round: answer tokens that one block gave on average.
         origins: tokens by where they came from; the one that ends an answer is counted here.
@@ -30,7 +32,7 @@ def specwire_report(costs: Sequence[Cost], facts: Mapping[str, Any]) -> dict[str
     accepted = sum(cost.counts.num_accepted for cost in costs)
     rounds = sum(cost.counts.num_rounds for cost in costs)
     origins = {origin.value: sum(cost.counts.by_origin[origin] for cost in costs) for origin in Origin}
-    speculated = sum(origins.values()) - origins[Origin.CLOUD.value]
+    speculated = sum(cost.counts.num_speculated for cost in costs)
     tokens = sum(cost.completion_tokens for cost in costs)
     up_bytes = sum(cost.up_bytes for cost in costs)
     down_bytes = sum(cost.down_bytes for cost in costs)
@@ -38,7 +40,7 @@ def specwire_report(costs: Sequence[Cost], facts: Mapping[str, Any]) -> dict[str
     total_s = max((cost.total_s for cost in costs), default=0.0)
     return {
         **facts,
-        "lossy": any(cost.lossy for cost in costs),
+        **lossy_report(frozenset[Loss]().union(*(cost.losses for cost in costs))),
         "rounds": rounds,
         "drafted": drafted,
         "accepted": accepted,
@@ -56,6 +58,10 @@ def specwire_report(costs: Sequence[Cost], facts: Mapping[str, Any]) -> dict[str
         "reconnects": sum(cost.num_reconnects for cost in costs),
         "seeds": [cost.seed for cost in costs],
     }
+
+
+def lossy_report(losses: Collection[Loss]) -> dict[str, Any]:
+    return {"lossy": bool(losses), "lossy_because": sorted(losses)}
 
 
 def trace_entry(info: TokenInfo) -> dict[str, Any]:

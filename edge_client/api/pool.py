@@ -46,7 +46,7 @@ class Context:
     def common(self, prompt: Prompt) -> int:
         """Tokens that need not be read again; 0 where another conversation would lose more by it."""
         common = _common(self.tokens, prompt.tokens)
-        if self.conversation.committed:
+        if self.conversation.history:
             # It waits for its next turn, unless this is its last prompt once more.
             return common if common >= self.prompt_len else 0
         return common if 2 * common > len(self.tokens) else 0
@@ -56,7 +56,7 @@ class Context:
 
         Texts are compared, because an answer's tokens need not be those that its text encodes to.
         """
-        held = self.conversation.committed
+        held = self.conversation.history
         if not held:
             return None
         if len(held) < len(prompt.tokens) and prompt.tokens[: len(held)] == held:
@@ -122,7 +122,7 @@ class Pool:
                 yield Lease(context, tokens, num_reused)
             finally:
                 context.busy = False
-                context.tokens = context.conversation.committed or tokens
+                context.tokens = context.conversation.history or tokens
                 context.prompt_len = len(tokens)
         finally:
             self._free.release()
@@ -154,7 +154,7 @@ class Pool:
         best: tuple[Context, tuple[int, ...], int] | None = None
         for context in fitting:
             tokens = context.continued(prompt, self._tokenizer)
-            held = len(context.conversation.committed)
+            held = len(context.conversation.history)
             if tokens is not None and (best is None or held > best[2]):
                 best = (context, tokens, held)
         if best is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edge_client.api.costs import specwire_report, trace_entry
+from edge_client.api.costs import lossy_report, specwire_report, trace_entry
 from edge_client.api.pieces import TokenNames, chat_logprobs, completion_logprobs
 from edge_client.api.requests import Wish
 from edge_client.api.tool_calls import ToolCallFilter
@@ -141,8 +141,11 @@ class Reply:
         chunk = self._chunk(index, self._delta(text))
         if self._wish.logprobs is not None:
             chunk["choices"][0]["logprobs"] = self._logprobs(piece.tokens, offset)
-        if self._wish.trace:
-            chunk["specwire"] = self._trace(piece)
+        told = self._trace(piece) if self._wish.trace else {}
+        if piece.losses:
+            told |= lossy_report(piece.losses)
+        if told:
+            chunk["specwire"] = told
         yield chunk
 
     def _trace(self, piece: Piece) -> JsonObject:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from edge_client.api.backend import Backend
 from edge_client.api.pool import Context, Lease, Prompt
 from edge_client.api.requests import Wish
-from edge_client.results import Counts, Emission, Origin, Result, Round
+from edge_client.results import Counts, Emission, Loss, Origin, Result, Round
 from edge_client.session import Traffic
 from edge_client.text_stream import TextStream
 from shared.messages import FinishReason, SamplingParams
@@ -39,11 +39,12 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text, and the tokens that are certain by now; `round` is what it took."""
+    """New text, and the tokens that are certain by now; `round` is what it took, None for the draft alone."""
 
     text: str
     tokens: tuple[TokenInfo, ...]
     round: Round | None = None
+    losses: frozenset[Loss] = frozenset()
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class Cost:
     first_token_s: float = 0.0
     waited_s: float = 0.0
     total_s: float = 0.0
-    lossy: bool = False
+    losses: set[Loss] = field(default_factory=set)
     seed: int = 0
 
 
@@ -86,6 +87,7 @@ async def write(backend: Backend, prompt: Prompt, wish: Wish, index: int) -> Asy
     asked_logprobs = 0 if wish.logprobs is None else wish.logprobs + 1
     pool = await backend.pool()
     async with pool.lease(prompt, asked_logprobs) as lease:
+        backend.introduce(lease.context.conversation)
         writer = _Writer(backend, lease, prompt, wish, sampling)
         writer.cost.waited_s = time.perf_counter() - asked
         async with aclosing(writer.run()) as pieces:
@@ -124,7 +126,6 @@ class _Writer:
             async for event in answer:
                 if isinstance(event, Result):
                     finish = "length" if event.finish_reason is FinishReason.LENGTH else "stop"
-                    cost.lossy = event.lossy
                     break
                 cost.first_token_s = cost.first_token_s or time.perf_counter() - started
                 piece = self._take(event)
@@ -133,9 +134,9 @@ class _Writer:
                 if self._text.stopped:
                     finish = "stop"
                     break
-        if conversation.committed and self._prompt.text is not None:
+        if conversation.history and self._prompt.text is not None:
             context.text = self._prompt.text + self._decode(self._answer)
-        yield self._text.flush()
+        yield replace(self._text.flush(), losses=frozenset(cost.losses))
         traffic.read(cost)
         cost.total_s = time.perf_counter() - started
         cost.completion_tokens = self._text.num_tokens
@@ -144,11 +145,14 @@ class _Writer:
     def _take(self, emission: Emission) -> Piece:
         cost = self.cost
         cost.counts.add(emission)
-        cost.round_trips_s += emission.round.round_trip_s
-        cost.num_replies += 1
+        cost.losses |= emission.losses
+        if not emission.is_edge_only:
+            cost.round_trips_s += emission.round.round_trip_s
+            cost.num_replies += 1
         self._answer += emission.tokens
         piece = self._text.push(self._infos(emission))
-        return replace(piece, round=emission.round)
+        done = None if emission.is_edge_only else emission.round
+        return replace(piece, round=done, losses=emission.losses)
 
     def _infos(self, emission: Emission) -> list[TokenInfo]:
         """The emission's tokens less the one that ends the answer, which is no part of it."""

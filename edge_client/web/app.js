@@ -9,7 +9,7 @@ const ORIGIN_TITLES = {
   bonus: "the target's extra token",
   sibling: "added by the target from the draft's alternatives",
   cloud: "written by the target alone",
-  edge: "written by the draft alone, not exact",
+  edge_only: "written by the draft alone, not exact",
 };
 
 let settings = { ...DEFAULTS, ...stored("settings") };
@@ -152,6 +152,7 @@ async function write() {
   const turn = addTurn("assistant", "");
   const place = turn.querySelector(".text");
   const note = turn.querySelector(".note");
+  const warning = turn.querySelector(".warning");
   turn.classList.add("writing");
   setRunning(true);
   scrollDown();
@@ -163,6 +164,10 @@ async function write() {
     for await (const event of answer(controller.signal)) {
       const stay = atBottom();
       const trace = event.specwire;
+      if (trace?.lossy_because?.includes("edge_only") && warning.hidden) {
+        warning.hidden = false;
+        announce(warning.textContent);
+      }
       if (trace?.tokens) {
         const origin = trace.tokens.at(-1)?.origin ?? place.lastElementChild?.className ?? "accepted";
         for (const token of trace.tokens) appendTokens(place, token.text, token.origin);
@@ -202,10 +207,12 @@ async function write() {
 
 function summary(report, finish) {
   if (!report) return "";
-  const parts = [`${report.tokens_per_round.toFixed(1)} tokens a round`,
+  const parts = [...(report.rounds ? [`${report.tokens_per_round.toFixed(1)} tokens a round`] : []),
     `first token after ${Math.round(report.first_token_ms)} ms`, `seed ${report.seeds[0]}`];
   if (finish === "length") parts.unshift("cut at the longest answer allowed");
-  if (report.lossy) parts.unshift("not exact");
+  const because = report.lossy_because ?? [];
+  if (because.includes("verification")) parts.unshift("not exact: the verifier's rule is lossy");
+  if (because.includes("prompt")) parts.unshift("follows what the draft wrote alone");
   return parts.join(" · ");
 }
 
@@ -267,6 +274,7 @@ class Figures {
     else this.tokens += trace.tokens.length;
     this.first += trace.tokens.length;
     const round = trace.round;
+    if (trace.lossy_because?.includes("edge_only")) this.plan = "edge only";
     if (round) {
       this.drafted += round.drafted;
       this.accepted += round.accepted;

@@ -200,6 +200,29 @@ class TestSampling:
         varied = (await chat(client, **wish, frequency_penalty=2)).choices[0].message.content
         assert abs(varied.count("I") - varied.count("J")) < abs(plain.count("I") - plain.count("J"))
 
+    async def test_every_penalty_is_the_same_to_the_draft_and_the_verifier(
+        self, client: AsyncOpenAI, verifier: str, tiny_draft: Path
+    ) -> None:
+        alone = options(verifier, tiny_draft, cloud_only=True)
+        async with (
+            serving(alone, ServeConfig(port=0, model_alias=MODEL)) as url,
+            connected(url) as cloud,
+        ):
+            texts = []
+            for wish in (
+                {},
+                {"frequency_penalty": 1.5},
+                {"presence_penalty": 2},
+                {"extra_body": {"repetition_penalty": 1.8}},
+            ):
+                ours, theirs = [
+                    (await chat(each, temperature=0, logit_bias=ASCII, **wish)).choices[0].message.content
+                    for each in (client, cloud)
+                ]
+                assert ours == theirs
+                texts.append(ours)
+        assert all(text != texts[0] for text in texts[1:])
+
     async def test_top_k_of_one_is_greedy(self, client: AsyncOpenAI) -> None:
         greedy = (await chat(client, temperature=0)).choices[0].message.content
         narrow = (await chat(client, temperature=1, extra_body={"top_k": 1})).choices[0].message.content
@@ -444,6 +467,100 @@ class TestVerifierAway:
             after = await chat(client, temperature=1, max_tokens=100)
             assert after.choices[0].message.content == before.choices[0].message.content
             assert after.model_extra["specwire"]["reconnects"] == 1
+
+
+class TestEdgeOnly:
+    """The owner allowed the draft to go on alone."""
+
+    @asynccontextmanager
+    async def endpoint(self, address: str, draft: Path) -> AsyncIterator[AsyncOpenAI]:
+        settings = options(address, draft, edge_only_fallback=True, patience=0.3)
+        async with (
+            serving(settings, ServeConfig(port=0, model_alias=MODEL)) as url,
+            connected(url) as client,
+        ):
+            yield client
+
+    async def test_every_token_is_marked(self, tiny_draft: Path) -> None:
+        async with self.endpoint("127.0.0.1:9", tiny_draft) as client:
+            whole = await chat(client, temperature=0.8)
+            report = whole.model_extra["specwire"]
+            assert report["lossy"] is True
+            assert report["lossy_because"] == ["edge_only"]
+            assert report["origins"] == {"edge_only": 24}
+            assert report["rounds"] == report["up_bytes"] == 0
+            assert whole.usage.completion_tokens == 24
+            text = ""
+            async for chunk in await chat(client, temperature=0.8, stream=True):
+                new = chunk.choices[0].delta.content or ""
+                text += new
+                assert not new or chunk.model_extra["specwire"]["lossy_because"] == ["edge_only"]
+            assert text == whole.choices[0].message.content
+
+    async def test_wishes_hold(self, tiny_draft: Path) -> None:
+        async with self.endpoint("127.0.0.1:9", tiny_draft) as client:
+            full = (await chat(client, temperature=0, logit_bias=ASCII)).choices[0].message.content
+            stop = full[5:7]
+            cut = await chat(client, temperature=0, logit_bias=ASCII, stop=[stop], logprobs=True)
+            assert cut.choices[0].message.content == full[: full.find(stop)]
+            assert cut.choices[0].finish_reason == "stop"
+            assert cut.model_extra["specwire"]["lossy"] is True
+            # The target's log-probabilities are not known, and the draft's are not passed off as them.
+            assert [entry.logprob for entry in cut.choices[0].logprobs.content] == [None] * len(
+                cut.choices[0].message.content
+            )
+            many = await chat(client, n=2, temperature=1, max_tokens=9)
+            assert many.usage.completion_tokens == 18
+
+    async def test_lost_in_the_middle_the_stream_goes_on_and_says_where(
+        self, verifier: str, tiny_draft: Path
+    ) -> None:
+        async with (
+            Relay(verifier).running() as relay,
+            self.endpoint(relay.address, tiny_draft) as client,
+        ):
+            exact = await chat(client, temperature=0, max_tokens=100)
+            assert exact.model_extra["specwire"]["lossy"] is False
+            marks, text = [], ""
+            async for chunk in await chat(client, stream=True, temperature=0, max_tokens=100):
+                if new := chunk.choices[0].delta.content:
+                    marks.append("specwire" in chunk.model_extra)
+                    text += new if not marks[-1] else ""
+                if marks and not relay.refusing:
+                    relay.refusing = True
+                    relay.cut()
+            assert marks == sorted(marks)
+            assert {False, True} == set(marks)
+            assert exact.choices[0].message.content.startswith(text)
+            report = chunk.model_extra["specwire"]
+            assert report["lossy_because"] == ["edge_only"]
+            assert 0 < report["origins"]["edge_only"] < 100 == sum(report["origins"].values())
+
+    async def test_the_next_turn_is_judged_again_but_says_what_it_follows(
+        self, verifier: str, tiny_draft: Path
+    ) -> None:
+        async with (
+            Relay(verifier).running() as relay,
+            self.endpoint(relay.address, tiny_draft) as client,
+        ):
+            relay.refusing = True
+            alone = await chat(client, temperature=0, logit_bias=ASCII)
+            turn = [
+                *HELLO,
+                {"role": "assistant", "content": alone.choices[0].message.content},
+                {"role": "user", "content": "More"},
+            ]
+            relay.refusing = False
+            for _ in range(50):
+                reply = await chat(client, messages=turn, temperature=0, logit_bias=ASCII)
+                if "edge_only" not in reply.model_extra["specwire"]["origins"]:
+                    break
+                await asyncio.sleep(0.1)
+            report = reply.model_extra["specwire"]
+            assert report["lossy_because"] == ["prompt"]
+            assert report["rounds"] > 0
+            # The turn itself, asked again, is the target's.
+            assert (await chat(client, temperature=0)).model_extra["specwire"]["lossy"] is False
 
 
 class TestCancellation:

@@ -24,7 +24,7 @@ class FakeConversation:
 
     def __init__(self, logprobs: int) -> None:
         self.logprobs = logprobs
-        self.committed: tuple[int, ...] = ()
+        self.history: tuple[int, ...] = ()
         self.closed = False
 
     async def __aexit__(self, *details: object) -> None:
@@ -46,7 +46,7 @@ async def use(pool: Pool, prompt: Prompt, answer: tuple[int, ...] | None, text: 
     """One answer; `answer` None ends the session, as a stop string does."""
     async with pool.lease(prompt, logprobs) as lease:
         conversation = lease.context.conversation
-        conversation.committed = (*lease.tokens, *answer) if answer is not None else ()
+        conversation.history = (*lease.tokens, *answer) if answer is not None else ()
         lease.context.text = prompt.text + text if prompt.text is not None and answer is not None else None
         return lease
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.binary.build import build, folder_bytes
+from cloud_verifier.local import local_verifier
+from deploy.binary.build import add_draft, build, folder_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -76,8 +77,9 @@ def _path(environment: dict[str, str]) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], **environment}
 
 
-def asked(address: str, draft: str) -> list[str]:
-    options = ["--verifier", address, "--insecure", "--draft", draft, "--max-tokens", "24", "--json"]
+def asked(address: str, draft: str = "") -> list[str]:
+    options = ["--verifier", address, "--insecure", "--max-tokens", "24", "--json"]
+    options += ["--draft", draft] if draft else []
     return ["run", "Hello", "--temperature", "0", "--threads", "1", *options]
 
 
@@ -122,6 +124,23 @@ def test_it_serves(root: Path, verifier_process: str) -> None:
             assert reply.json()["usage"]["completion_tokens"] == 5
         finally:
             server.terminate()
+
+
+def test_the_bundle_brings_its_draft(root: Path, target_dir: Path, draft_dir: Path) -> None:
+    """`make edge-bundle`: no --draft, no network but the verifier, the same text as the package's."""
+    folder = root / "opt" / "edge-client"
+    add_draft(folder)
+    with local_verifier("--target", str(target_dir)) as address:
+        ours = run_inside(root, *asked(address))
+        assert ours.returncode == 0, ours.stderr
+        command = [sys.executable, "-c", "from edge_client.cli import main; main()"]
+        theirs = subprocess.run(
+            [*command, *asked(address, str(draft_dir))], capture_output=True, text=True, check=True
+        )
+    told = json.loads(ours.stdout)
+    assert told["text"] == json.loads(theirs.stdout)["text"]
+    assert told["num_accepted"] > 0
+    shutil.rmtree(folder / "draft")
 
 
 def test_a_wrong_address_is_said_and_not_a_traceback(root: Path) -> None:

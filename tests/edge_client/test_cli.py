@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -9,12 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from edge_support import Relay
 from typer.testing import CliRunner
 
-from edge_client.cli import INTERRUPTED, TRY_LATER, WRONG, app, guarded
+from edge_client.chat import Chat
+from edge_client.cli import EDGE_ONLY, INTERRUPTED, TRY_LATER, WRONG, app, guarded
+from edge_client.options import Options
+from edge_client.startup import open_client
+from edge_client.terminal import Terminal
 from shared.faults import FaultKind, SpecwireError
 
 RUNNER = CliRunner()
@@ -62,7 +70,7 @@ def test_stats_go_to_standard_error(options):
 
 def test_chat_keeps_the_conversation_and_obeys_commands(options):
     lines = ["/stats", "hello", "go \\", "on", "/stats", "/seed 5", "/reset", "hello", "/nonsense", "/quit"]
-    settings = ["--temperature", "0", "--max-tokens", "12"]
+    settings = ["--temperature", "0", "--max-tokens", "12", "--k", "4"]
     result = RUNNER.invoke(app, ["chat", *settings, *options], input="\n".join(lines))
     assert result.exit_code == 0, result.output
     answers = result.stdout.splitlines()
@@ -77,6 +85,84 @@ def test_chat_keeps_the_conversation_and_obeys_commands(options):
         assert words in result.stderr
 
 
+def test_edge_only_is_said_in_the_exit_code_the_json_and_one_line(options):
+    away = ["--verifier", "127.0.0.1:1", "--max-tokens", "12"]
+    refused = RUNNER.invoke(app, ["run", "hello", "--json", *options, *away])
+    assert isinstance(refused.exception, SpecwireError)
+    alone = RUNNER.invoke(app, ["run", "hello", "--json", *options, *away, "--edge-only-fallback"])
+    assert alone.exit_code == EDGE_ONLY
+    told = json.loads(alone.stdout)
+    assert told["lossy"] is True
+    assert told["lossy_because"] == ["edge_only"]
+    assert told["tokens_by_origin"]["edge_only"] == len(told["tokens"]) == 12
+    assert told["model"] is None
+    assert alone.stderr.count("edge only") == 1
+    shown = RUNNER.invoke(app, ["run", "hello", "--stats", *options, *away, "--edge-only-fallback"])
+    assert shown.stdout_bytes.decode() == told["text"] + "\n"
+    assert "not exact" in shown.stderr
+
+
+def test_edge_only_can_be_allowed_in_the_file_and_the_environment(options, monkeypatch, tmp_path):
+    away = ["run", "hello", "--max-tokens", "4", *options, "--verifier", "127.0.0.1:1"]
+    with monkeypatch.context() as patch:
+        patch.setenv("SPECWIRE_EDGE_ONLY_FALLBACK", "1")
+        assert RUNNER.invoke(app, away).exit_code == EDGE_ONLY
+    (tmp_path / "specwire").mkdir()
+    (tmp_path / "specwire" / "specwire.toml").write_text("[edge-client]\nedge-only-fallback = true\n")
+    assert RUNNER.invoke(app, away).exit_code == EDGE_ONLY
+
+
+def test_a_chat_goes_on_alone_and_finds_the_verifier_again(options, verifier_process, tiny_draft, capsys):
+    """The verifier is away for the first question; every later answer follows what was written alone."""
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        relay = runner.run(stack.enter_async_context(Relay(verifier_process).running()))
+        relay.refusing = True
+        settings = Options(
+            verifier=relay.address,
+            draft=str(tiny_draft),
+            insecure=True,
+            threads=1,
+            max_tokens=6,
+            patience=0.3,
+            edge_only_fallback=True,
+        )
+        terminal = Terminal()
+        client = runner.run(stack.enter_async_context(open_client(settings, terminal.notice)))
+        told: list[str] = []
+
+        def lines() -> Iterator[str]:
+            yield "hello"
+            told.append(capsys.readouterr().err)
+            relay.refusing = False
+            for _ in range(20):
+                yield "more"
+                told.append(capsys.readouterr().err)
+                if "the draft wrote some of it alone" not in told[-1]:
+                    return
+                time.sleep(0.1)  # until the connection is tried again
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("builtins.input", _reader(lines()))
+            Chat(client, terminal, runner.run, "", stats=True).loop()
+        runner.run(stack.aclose())
+    assert "edge only" in told[0]
+    assert "it follows what the draft wrote alone" in told[-1]
+    assert "edge_only" not in told[-1]
+
+
+def _reader(lines: Iterator[str]) -> Callable[[str], str]:
+    """`input` that reads these lines."""
+
+    def read(prompt: str) -> str:
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    return read
+
+
 def test_bench_compares_both_arms(options):
     report = json.loads(output("bench", "--prompts", "2", "--max-tokens", "12", *options))
     assert set(report["arms"]) == {"speculative", "cloud_only"}
@@ -88,7 +174,7 @@ def test_bench_compares_both_arms(options):
 def test_doctor_finds_nothing_wrong(options):
     text = output("doctor", *options)
     assert "wrong" not in text
-    for name in ("draft", "verifier", "tokenizer", "round trip", "draft speed", "speed"):
+    for name in ("draft", "verifier", "tokenizer", "access", "round trip", "rate", "draft speed", "speed"):
         assert f"ok    {name}" in text
 
 
@@ -130,10 +216,12 @@ def test_doctor_notices_a_changed_file_and_another_tokenizer(options, tiny_draft
     [
         (["--temperature", "-1"], FaultKind.BAD_SAMPLING, "temperature"),
         (["--top-p", "0"], FaultKind.BAD_SAMPLING, "top_p"),
+        (["--cloud-only", "--edge-only-fallback"], FaultKind.BAD_REQUEST, "--edge-only-fallback"),
         (["--k", "many"], FaultKind.BAD_REQUEST, "--k"),
         (["--codec", "morse"], FaultKind.UNKNOWN_CODEC, "morse"),
         (["--verification", "trust"], FaultKind.UNKNOWN_VERIFICATION, "trust"),
         (["--draft", "builtin:int1"], FaultKind.BAD_REQUEST, "cloud-verifier draft builtin"),
+        (["--verifier", "localhost"], FaultKind.BAD_REQUEST, "no port"),
         (["--verifier", "127.0.0.1:1"], FaultKind.UNAVAILABLE, "Nothing answers"),
     ],
 )

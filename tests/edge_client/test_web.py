@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -63,8 +64,8 @@ def _is_own(url: str) -> bool:
     return url.startswith(("http://127.0.0.1:", "data:", "blob:", "chrome:", "about:"))
 
 
-def options(address: str, draft: Path) -> Options:
-    return Options(
+def options(address: str, draft: Path, **changes: object) -> Options:
+    chosen = Options(
         verifier=address,
         draft=str(draft),
         insecure=True,
@@ -75,6 +76,7 @@ def options(address: str, draft: Path) -> Options:
         threads=0,
         k="8",
     )
+    return replace(chosen, **changes)
 
 
 class TestRealConversation:
@@ -139,6 +141,21 @@ class TestRealConversation:
         await expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
 
+async def test_what_the_draft_writes_alone_is_marked_without_any_switch(page: Page, tiny_draft: Path) -> None:
+    alone = options("127.0.0.1:9", tiny_draft, edge_only_fallback=True)
+    async with serving(alone, ServeConfig(port=0)) as url:
+        await page.goto(url)
+        await expect(page.locator("#model")).not_to_be_empty()
+        await _ask(page, "Hi")
+        await expect(page.locator(".turn.assistant .warning")).to_contain_text("Not exact")
+        await expect(page.locator(".turn.user .warning")).to_be_hidden()
+        await expect(page.locator("#f-plan")).to_have_text("edge only")
+        decoration = "element => getComputedStyle(element).textDecorationStyle"
+        assert await page.locator(".text .edge_only").first.evaluate(decoration) == "dotted"
+        await page.set_viewport_size({"width": 360, "height": 740})
+        await page.screenshot(path=SCREENSHOTS / "edge-only-phone.png")
+
+
 class TestPage:
     """No verifier: the stream is a given one."""
 
@@ -155,6 +172,7 @@ class TestPage:
         await expect(canned.locator(".turn.user .text")).to_have_text(HTML)
         await expect(canned.locator(".turn.assistant .text")).to_have_text(HTML)
         assert await canned.locator(".text b, .text script, .text img").count() == 0
+        await expect(canned.locator(".warning").last).to_be_hidden()
         assert await canned.evaluate("() => window.hacked === undefined")
 
     async def test_origins_are_shown_on_the_switch(self, canned: Page) -> None:
@@ -281,7 +299,7 @@ async def _canned(route: Route) -> None:
             },
         }
         events.append({**head, "choices": [{"index": 0, "delta": {"content": text}}], "specwire": trace})
-    report = {"tokens_per_round": 1.0, "first_token_ms": 12.0, "seeds": [5], "lossy": False}
+    report = {"rounds": 2, "tokens_per_round": 1.0, "first_token_ms": 12.0, "seeds": [5], "lossy": False}
     last = {"index": 0, "delta": {}, "finish_reason": "stop"}
     events.append({**head, "choices": [last], "specwire": report})
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
