@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ import grpc.aio
 from edge_client.session import DisconnectedError, RemoteSession
 from shared import wire
 from shared.faults import FaultKind, SpecwireError
-from shared.messages import ClientMessage, Description, Open
+from shared.messages import ClientMessage, Close, Description, Open
 from shared.pb.specwire.v1 import verifier_pb2 as pb
 from shared.pb.specwire.v1 import verifier_pb2_grpc as pb_grpc
 from shared.transport import Tls, open_channel
@@ -55,7 +55,8 @@ class Patience:
 class Verifier:
     """One verifier service, reachable at one or more addresses (`host:port`), tried in order.
 
-    Use it as an async context manager; channels are made when first needed and shared by sessions.
+    Use it as an async context manager; channels are made when first needed and shared by sessions. With
+    `pad_bytes` every message of a session is padded to a multiple of so many bytes, in both directions.
     `notify` gets one sentence whenever a person may wonder why nothing comes.
     """
 
@@ -65,6 +66,7 @@ class Verifier:
         *,
         tls: Tls | None,
         token: str = "",
+        pad_bytes: int = 0,
         patience: Patience | None = None,
         notify: Callable[[str], None] | None = None,
     ) -> None:
@@ -77,6 +79,7 @@ class Verifier:
         self.notify = notify or (lambda text: None)
         self._tls = tls
         self._token = token
+        self._pad_bytes = pad_bytes
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -109,7 +112,7 @@ class Verifier:
 
     def open_session(self, request: Open) -> RemoteSession:
         """A session, to be entered as an async context manager; `request` is sent on entering."""
-        return RemoteSession(self, request)
+        return RemoteSession(self, replace(request, pad_bytes=self._pad_bytes))
 
     async def connect(self, address: str, session_key: str) -> GrpcStream:
         """A stream to `address`; `session_key` lets load balancers keep a session on one verifier.
@@ -119,7 +122,7 @@ class Verifier:
         """
         channel = await self._ready(address)
         metadata = (*self._metadata(), ("x-session-id", session_key))
-        return GrpcStream(_stub(channel).Session(metadata=metadata), address, self._tls)
+        return GrpcStream(_stub(channel).Session(metadata=metadata), address, self._tls, self._pad_bytes)
 
     def close_later(self, stream: GrpcStream) -> None:
         """Lets a stream say goodbye without keeping its user waiting."""
@@ -134,9 +137,6 @@ class Verifier:
         await self.describe_at(address)
         return time.perf_counter() - started
 
-    async def describe_at(self, address: str) -> Description:
-        channel = await self._ready(address)
-        call = _stub(channel).Describe(
     async def upload(self, address: str, num_bytes: int) -> float:
         """Seconds that a Describe with so many bytes of an unknown field takes, its small answer included.
 
@@ -160,8 +160,8 @@ class Verifier:
             SpecwireError: PROTOCOL_MISMATCH where a proxy or an older verifier has no reflection.
         """
         channel = await self._ready(address)
-        reflection: Any = channel.stream_stream(_REFLECTION)
-        call = reflection(metadata=self._metadata(), timeout=self.patience.answer)
+        reflection: Any = channel
+        call = reflection.stream_stream(_REFLECTION)(metadata=self._metadata(), timeout=self.patience.answer)
         size = await self._reflect(call, address, 1)
         started = time.perf_counter()
         received = await self._reflect(call, address, -(-num_bytes // size))
@@ -182,6 +182,9 @@ class Verifier:
             received += len(answer)
         return received
 
+    async def describe_at(self, address: str) -> Description:
+        channel = await self._ready(address)
+        call = _stub(channel).Describe(
             pb.DescribeRequest(), metadata=self._metadata(), timeout=self.patience.connect
         )
         return wire.description_from_proto(await _in_words(call, address, self._tls))
@@ -220,14 +223,17 @@ class GrpcStream:
         call: grpc.aio.StreamStreamCall[pb.ClientMessage, pb.ServerMessage],
         address: str,
         tls: Tls | None,
+        pad_bytes: int,
     ) -> None:
         self._call = call
         self._address = address
         self._tls = tls
+        self._pad_bytes = pad_bytes
 
     async def write(self, message: ClientMessage) -> int:
         """Sends one message and returns its bytes, framing included."""
         proto = wire.client_message_to_proto(message)
+        wire.pad(proto, self._pad_bytes)
         try:
             await self._call.write(proto)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
@@ -258,11 +264,11 @@ class GrpcStream:
         """Ends the session on the verifier, or at least the stream."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._call.write(pb.ClientMessage(close=pb.Close()))
+                await self.write(Close())
                 await self._call.done_writing()
                 while isinstance(await self._call.read(), pb.ServerMessage):
                     pass
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, SpecwireError, TimeoutError):
             pass  # it is gone already, or not worth more waiting
         finally:
             self._call.cancel()
@@ -272,12 +278,6 @@ def _stub(channel: grpc.aio.Channel) -> Any:
     return pb_grpc.VerifierStub(channel)  # type: ignore[no-untyped-call]
 
 
-def framed_bytes(num_bytes: int) -> int:
-    """Bytes of a message on the connection: gRPC's prefix of 5, and 9 for each HTTP/2 DATA frame.
-
-    Not counted: headers at the start of a stream (about 300 bytes once), window updates, TLS records,
-    TCP and IP.
-
 def _varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
@@ -285,6 +285,12 @@ def _varint(value: int) -> bytes:
         value >>= 7
     return bytes([*out, value])
 
+
+def framed_bytes(num_bytes: int) -> int:
+    """Bytes of a message on the connection: gRPC's prefix of 5, and 9 for each HTTP/2 DATA frame.
+
+    Not counted: headers at the start of a stream (about 300 bytes once), window updates, TLS records,
+    TCP and IP.
     """
     num_bytes += 5
     return num_bytes + 9 * -(-num_bytes // _FRAME_BYTES)

@@ -51,6 +51,15 @@ class Options:
     patience: Annotated[
         float, option(CONNECTION, "Seconds to wait for a verifier that is lost mid-answer.", min=0)
     ] = 60.0
+    pad_messages: Annotated[
+        int,
+        option(
+            CONNECTION,
+            "Pad messages to multiples of so many bytes, so that their sizes tell nothing; 0 is off.",
+            min=0,
+            max=1 << 14,
+        ),
+    ] = 0
     draft: Annotated[
         str, option(MODEL, "Draft folder; 'builtin' is the one of `cloud-verifier draft builtin`.")
     ] = "builtin"
@@ -85,15 +94,6 @@ class Options:
         bool, option(SPECULATION, "Do not draft; the cloud writes alone.", "--cloud-only")
     ] = False
 
-    def sampling(self) -> SamplingParams:
-        """Raises SpecwireError(BAD_SAMPLING) naming what is out of range."""
-        from shared.messages import SamplingParams
-        from shared.sampling import validate
-
-        params = SamplingParams(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
-        )
-        validate(params)
     edge_only_fallback: Annotated[
         bool,
         option(
@@ -103,12 +103,27 @@ class Options:
         ),
     ] = False
 
+    def sampling(self) -> SamplingParams:
+        """Raises SpecwireError(BAD_SAMPLING) naming what is out of range."""
+        from shared.messages import SamplingParams
+        from shared.sampling import validate
+
+        params = SamplingParams(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
+        )
+        validate(params)
         return params
 
     def controller(self, description: Description | None = None) -> Controller:
         """What decides about K and the rest; `description` bounds it by what the verifier allows."""
         from edge_client.controller import AutoController, FixedController, Plan
 
+        if self.cloud_only and self.edge_only_fallback:
+            raise SpecwireError(
+                FaultKind.BAD_REQUEST,
+                "--cloud-only keeps the draft from writing, --edge-only-fallback lets it write alone.",
+                "Leave out one of them.",
+            )
         if self.cloud_only:
             return FixedController(Plan(cloud_tokens=_CLOUD_CHUNK))
         if self.k != "auto":
@@ -117,12 +132,6 @@ class Options:
         if self.ahead != "auto":
             raise SpecwireError(
                 FaultKind.BAD_REQUEST, f"--ahead is {self.ahead!r}, but --k is auto.", "Fix both, or neither."
-            )
-        if self.cloud_only and self.edge_only_fallback:
-            raise SpecwireError(
-                FaultKind.BAD_REQUEST,
-                "--cloud-only keeps the draft from writing, --edge-only-fallback lets it write alone.",
-                "Leave out one of them.",
             )
         if description is None:
             return AutoController()

@@ -138,6 +138,7 @@ def make_verifier(options: Options, notify: Callable[[str], None] | None = None)
         addresses,
         tls=None if options.insecure else Tls(ca=options.tls_ca),
         token=options.token,
+        pad_bytes=options.pad_messages,
         patience=Patience(connect=options.connect_timeout, reconnect=options.patience),
         notify=notify,
     )
