@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cloud_verifier.metrics import Metrics
 from cloud_verifier.server import ServerConfig, running_server
 from cloud_verifier.target_model import TargetModel
 from edge_client.connection import Patience, Verifier
@@ -16,6 +17,7 @@ from edge_client.draft_model import DraftModel
 from edge_client.generate import Conversation, SessionSettings
 from edge_client.results import Emission, Result
 from shared.messages import SamplingParams
+from shared.transport import Tls
 
 GREEDY = SamplingParams()
 PROMPT = tuple(range(40, 60))
@@ -26,11 +28,11 @@ def load_tiny_target(folder: Path) -> TargetModel:
 
 
 @contextlib.asynccontextmanager
-async def serving(model: TargetModel, **config: object) -> AsyncIterator[str]:
+async def serving(model: TargetModel, metrics: Metrics | None = None, **config: object) -> AsyncIterator[str]:
     """A verifier in this process; yields its address."""
     settings = replace(ServerConfig(listen="127.0.0.1:0", drain_timeout_s=0.2), **config)
-    async with running_server(model, settings) as port:
-        yield f"127.0.0.1:{port}"
+    async with running_server(model, settings, metrics=metrics) as port:
+        yield f"{'localhost' if settings.tls else '127.0.0.1'}:{port}"
 
 
 @contextlib.asynccontextmanager
@@ -42,11 +44,15 @@ async def conversing(
     draft: bool = True,
     patience: Patience | None = None,
     notices: list[str] | None = None,
+    tls: Tls | None = None,
+    pad_bytes: int = 0,
     **settings: object,
 ) -> AsyncIterator[Conversation]:
     addresses = [addresses] if isinstance(addresses, str) else list(addresses)
     notify = notices.append if notices is not None else None
-    async with Verifier(addresses, tls=None, patience=patience, notify=notify) as verifier:
+    async with Verifier(
+        addresses, tls=tls, pad_bytes=pad_bytes, patience=patience, notify=notify
+    ) as verifier:
         description = await verifier.describe()
         chosen = SessionSettings(model.manifest.tokenizer, eos_ids, client="test", **settings)
         async with Conversation(verifier, description, model if draft else None, chosen) as conversation:

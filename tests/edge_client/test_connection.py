@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 from edge_support import CLOUD, PROMPT, Relay, collect, conversing, serving
 
+from cloud_verifier.metrics import Metrics
 from edge_client.connection import Patience, Verifier, framed_bytes
 from edge_client.controller import Plan
 from edge_client.session import DisconnectedError
@@ -42,12 +43,12 @@ async def test_a_stream_cut_at_random_bytes_changes_nothing(target_model, draft_
 
 @pytest.mark.parametrize("plan", PLANS)
 async def test_another_verifier_takes_over(target_model, other_target_model, draft_model, plan):
-    """The first one vanishes at ten moments of the answer and does not come back."""
+    """The first one vanishes at ten random bytes of the answer and does not come back."""
     taken_over = 0
     async with serving(target_model) as first, serving(other_target_model) as second:
         async with conversing(first, draft_model) as talk:
             _, whole = await collect(talk, sampling=SAMPLED, max_new_tokens=30, plan=plan)
-        for num_bytes in range(50, 1050, 100):
+        for num_bytes in random.Random(f"{plan}").sample(range(1, 1050), 10):
             async with (
                 Relay(first).running() as relay,
                 conversing([relay.address, second], draft_model, patience=HASTY) as talk,
@@ -58,6 +59,36 @@ async def test_another_verifier_takes_over(target_model, other_target_model, dra
             assert result.tokens == whole.tokens
             taken_over += result.num_reconnects
     assert taken_over >= 4
+
+
+class Sizes(Metrics):
+    """Remembers the size of every message that the verifier sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[int]] = {"up": [], "down": []}
+
+    def bytes_passed(self, direction: str, codec: str, num_bytes: int) -> None:
+        self.seen[direction].append(num_bytes)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+async def test_padded_messages_have_one_size(target_model, draft_model, plan):
+    written, sizes = [], []
+    for pad_bytes in (0, 2048):
+        metrics = Sizes()
+        async with (
+            serving(target_model, metrics) as address,
+            conversing(address, draft_model, pad_bytes=pad_bytes, logprobs=3) as talk,
+        ):
+            _, result = await collect(talk, sampling=SAMPLED, max_new_tokens=60, plan=plan)
+            await collect(talk, (*talk.committed, 61, 62), sampling=SAMPLED, plan=plan)
+        written.append(result.tokens)
+        sizes.append({direction: set(seen) for direction, seen in metrics.seen.items()})
+        assert min(map(len, metrics.seen.values())) > 3
+    assert written[0] == written[1]
+    assert min(map(len, sizes[0].values())) > 3
+    assert sizes[1] == {"up": {2048}, "down": {2048}}
 
 
 async def test_the_next_turn_moves_too(target_model, other_target_model, draft_model):
