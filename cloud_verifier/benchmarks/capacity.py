@@ -9,6 +9,9 @@ verifier alone and it is always saturated. Payloads are decoded as the server do
 thread; gRPC is left out (a message costs it 0.1 to 0.2 ms, see `make bench-loopback`). The cloud-only arm is
 the same prompts with the target writing alone. Prompts are read before the clock starts, and a measurement
 ends when the first session has its whole answer, so that N sessions are active throughout. Arms alternate.
+
+`shared_prefix_ttft_ratio` is the time to first token of a session whose prompt begins with 1,000 tokens that
+another has sent, as a share of that other's.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from shared.messages import DraftBlock, FinishReason, Generate, Open, SamplingPa
 from shared.wire import ServerMessage
 
 SESSIONS = (1, 2, 4, 8, 16, 32)
+_SHARED, _OWN, _SHARED_RUNS = 1000, 16, 5
 _CODEC = get_codec("lattice")
 
 
@@ -169,6 +173,26 @@ class Bench:
         session.ticket.close()
         return Recording(tuple(prompt), tuple(blocks))
 
+    async def shared_prefix(self, text: Sequence[int]) -> dict[str, Any]:
+        """Seconds to the first token of two sessions that share 1,000 tokens and end with others of their
+        own; `text` has at least as many as all of the measurement's together."""
+        times: dict[str, list[float]] = {"first": [], "second": []}
+        loop = asyncio.get_running_loop()
+        own = itertools.count(_SHARED, _OWN)
+        for _ in range(_SHARED_RUNS):
+            self._engine.evict_cache()
+            await self._settled()
+            for found in times.values():
+                at = next(own)
+                prompt = (*text[:_SHARED], *text[at : at + _OWN])
+                session = Replayer(self._engine, self._vocab_size)
+                started = loop.time()
+                await session.open(self._request(prompt, SamplingParams()))
+                await session.write_alone(len(prompt), 1)
+                found.append(loop.time() - started)
+                session.ticket.close()
+        return {f"{name}_ttft_s": Spread.of(found) for name, found in times.items()}
+
     async def _settled(self) -> None:
         """Waits until the engine has nothing to do."""
         loop = asyncio.get_running_loop()
@@ -274,6 +298,10 @@ def main(
         ratio, overhead = report["capacity_ratio"][str(n)], report["scheduler_overhead"][str(n)]
         typer.echo(f"{n:>8} {alone:>15.2f} {speculative:>16.2f} {ratio:>6.2f} {overhead:>8.1%}")
     typer.echo(
+        f"A second session on a shared prompt of {_SHARED} tokens has its first token after "
+        f"{report['shared_prefix_ttft_ratio']:.1%} of the first one's time."
+    )
+    typer.echo(
         f"The ratio falls to 1 at: {report['crosses_1_at'] or 'beyond what was measured'}. Written to {out}"
     )
 
@@ -306,8 +334,8 @@ async def _measure(
         recordings: list[Recording] = []
         for number, text in enumerate(texts, 1):
             chat = render(drafter.manifest, [{"role": "user", "content": text.text}])
-            ids = tokenizer.encode(chat, add_special_tokens=False).ids
-            recordings.append(await bench.record(ids, sampling))
+            prompt = tokenizer.encode(chat, add_special_tokens=False).ids
+            recordings.append(await bench.record(prompt, sampling))
             typer.echo(f"\rRecorded {number} of {len(texts)} answers", nl=number == len(texts))
         samples: dict[int, dict[str, list[Sample]]] = {}
         for n in counts:
@@ -317,7 +345,12 @@ async def _measure(
                 for arm, found in arms.items():
                     found.append(await bench.run(group, sampling, alone=arm == "cloud_only"))
             typer.echo(f"Measured {n} sessions")
-    return _report(samples, model.name, str(model.dtype), k, num_tokens, sampling)
+        ids = tokenizer.encode(" ".join(prompt.text for prompt in load_prompts(None))).ids
+        num_needed = _SHARED + 2 * _OWN * _SHARED_RUNS
+        shared = await bench.shared_prefix(list(itertools.islice(itertools.cycle(ids), num_needed)))
+    ratio = shared["second_ttft_s"].median / shared["first_ttft_s"].median
+    report = _report(samples, model.name, str(model.dtype), k, num_tokens, sampling)
+    return report | {"shared_prefix_ttft_ratio": ratio, "shared_prefix": shared}
 
 
 def _report(
