@@ -2,7 +2,9 @@
 
     python -m cloud_verifier.benchmarks.target --out bench-results/target.json
 
-Arms are interleaved call by call, so that a busy machine touches all of them alike.
+Arms are interleaved call by call, so that a busy machine touches all of them alike. Attention is also given
+per 1,000 slots that are attended to, each by a block of one session: where that does not rise with the number
+of sessions, work grows with the sum of their lengths and nobody is scored against another's slots.
 """
 
 from __future__ import annotations
@@ -58,11 +60,23 @@ def main(
         "context": context,
         "threads": torch.get_num_threads(),
     }
-    write_report(out, {"settings": settings, "passes_ms": passes, "attention_ms": attention})
-    for title, table in (("pass, ms", passes), ("attention of all layers, ms", attention)):
+    per_slot = {
+        name: {key: per_thousand_slots(s, int(key) * int(name.split()[-1])) for key, s in spreads.items()}
+        for name, spreads in attention.items()
+    }
+    report = {"passes_ms": passes, "attention_ms": attention, "attention_ms_per_1000_slots": per_slot}
+    write_report(out, {"settings": settings, **report})
+    for title, table in (
+        ("pass, ms, by tokens", passes),
+        ("attention of all layers, ms, by sessions", attention),
+        ("attention, ms per 1,000 attended slots, by sessions", per_slot),
+    ):
         typer.echo(title)
         for name, spreads in table.items():
-            cells = "  ".join(f"{key}: {s.median:.1f} ({s.min:.1f})" for key, s in spreads.items())
+            digits = 2 if table is per_slot else 1
+            cells = "  ".join(
+                f"{key}: {s.median:.{digits}f} ({s.min:.{digits}f})" for key, s in spreads.items()
+            )
             typer.echo(f"  {name:>18}  {cells}")
     typer.echo(f"Medians, best in brackets. Written to {out}")
 
@@ -124,11 +138,17 @@ def measure_attention(config: Any, dtype: torch.dtype, repeats: int) -> dict[str
             calls[str(num)] = partial(_attend_all, segments, query, pool, spec)
         scale = config.num_hidden_layers / _LAYERS
         spreads = _interleaved(calls, repeats)
-        table[f"context {context}"] = {
-            name: Spread(s.n, *[scale * v for v in (s.median, s.p25, s.p75, s.min, s.max)])
-            for name, s in spreads.items()
-        }
+        table[f"context {context}"] = {name: _scaled(s, scale) for name, s in spreads.items()}
     return table
+
+
+def per_thousand_slots(spread: Spread, num_slots: int) -> Spread:
+    return _scaled(spread, 1000 / num_slots)
+
+
+def _scaled(spread: Spread, factor: float) -> Spread:
+    values = (spread.median, spread.p25, spread.p75, spread.min, spread.max)
+    return Spread(spread.n, *[factor * value for value in values])
 
 
 @torch.inference_mode()
