@@ -493,7 +493,8 @@ async def test_prompts_are_in_the_log_only_when_asked_for(model, caplog, wanted)
     assert str(ids)[1:-1] not in told
 
 
-async def test_pings_while_the_model_is_busy_do_not_end_the_connection(model, alone):
+async def test_pings_while_a_long_prompt_is_read_do_not_end_the_connection(model, alone):
+    """By default a server takes two pings between its own data and then hangs up: `too_many_pings`."""
     prompt = prompts(1, 10)[0]
 
     class Slow(TargetModel):
@@ -501,21 +502,24 @@ async def test_pings_while_the_model_is_busy_do_not_end_the_connection(model, al
             self.__dict__.update(model.__dict__)
 
         def forward(self, segments):
-            time.sleep(0.4)
+            time.sleep(2.0)  # twenty pings
             return model.forward(segments)
 
     settings = ServerConfig(listen="127.0.0.1:0", drain_timeout_s=0)
     async with running_server(Slow(), settings) as port:
-        options = [
-            ("grpc.keepalive_time_ms", 100),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.max_pings_without_data", 0),
-        ]
+        often = [("grpc.keepalive_time_ms", 100)]
+        options = [option for option in transport.client_options() if option[0] != often[0][0]] + often
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             peer = Peer(channel)
-            await peer.send(opening(model, prompt), Generate(1, 0, 10, 6))
+            await peer.send(opening(model, prompt), Generate(1, 0, 10, 2))
             assert isinstance(await peer.get(), Opened)
-            assert await peer.written() == alone(prompt, 6)
+            assert await peer.written() == alone(prompt, 2)
+
+
+def test_the_server_takes_pings_more_often_than_the_client_sends_them():
+    client, server = dict(transport.client_options()), dict(transport.server_options())
+    assert client["grpc.keepalive_time_ms"] < 30_000  # or a mobile network forgets the connection
+    assert server["grpc.http2.min_recv_ping_interval_without_data_ms"] < client["grpc.keepalive_time_ms"]
 
 
 def _num_fds() -> int:
