@@ -18,7 +18,7 @@ from cloud_verifier.attention import FlexFunction, attend, unsupported
 from cloud_verifier.host import free_memory_bytes
 from cloud_verifier.kv_pool import KvPool, LayerShape, slot_bytes
 from cloud_verifier.model_source import read_config
-from cloud_verifier.native_linear import load_kernel, pack_linears
+from cloud_verifier.native_layers import load_kernel, pack_layers
 from cloud_verifier.pass_layout import PassSpec, Segment, prepare
 from shared.config import cache_dir
 from shared.faults import FaultKind, SpecwireError
@@ -127,7 +127,7 @@ class TargetModel:
             max_context: tokens a session may have; None is all that the model can. A model with a sliding
                 window can be served up to the size of its window.
             attention: "sdpa", "flex", or "auto": flex on CUDA.
-            native: use compiled linear layers where the machine has a C compiler (CPU, float32).
+            native: use compiled layers where the machine has a C compiler (CPU, float32).
 
         Raises:
             SpecwireError: UNSUPPORTED_MODEL for a model that cannot roll back or does not attend through the
@@ -148,7 +148,7 @@ class TargetModel:
         model.eval().to(target_device)
         kernel = load_kernel(cache_dir()) if native and target_device.type == "cpu" else None
         if kernel is not None:
-            pack_linears(model, kernel)
+            pack_layers(model, kernel)
         layers = _layer_shapes(config.get_text_config())
         if num_slots is None:
             each = slot_bytes(layers, target_dtype)
@@ -315,8 +315,8 @@ def _device(device: str) -> torch.device:
 
 def _dtype(dtype: str, device: str) -> torch.dtype:
     if dtype == "auto":
-        # With the native layers float32 is as fast as bfloat16 even where a CPU computes in that, and the text
-        # of a session is then the same whatever shares its passes.
+        # With the native layers float32 is as fast as bfloat16 even where a CPU computes in that, and the
+        # text of a session is then the same whatever shares its passes.
         return torch.float32 if device.startswith("cpu") else torch.bfloat16
     if dtype not in _DTYPES:
         raise SpecwireError(

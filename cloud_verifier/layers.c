@@ -1,10 +1,13 @@
-/* y = x W^T for a few rows of x, as fast as memory delivers W.
+/* The layers of a float32 model on a CPU that torch is slow at for a few rows of x. A row's result never depends on
+ * the rest of the batch or on the number of threads.
  *
+ * Linear: y = x W^T, as fast as memory delivers W.
  * W [N, K] arrives as panels of WIDTH rows, transposed: w[N / WIDTH][K][WIDTH]. A panel is read once from memory,
  * in chunks of K that stay in the first-level cache while every group of rows of x passes over them. Each group
  * keeps its WIDTH sums a row in registers. Summing chunk by chunk keeps the rounding error small; the order depends
- * on K alone, so that a row's result does not depend on the rest of the batch or on the number of threads.
+ * on K alone.
  */
+#include <math.h>
 #include <stddef.h>
 
 #ifdef __AVX512F__ /* 32 registers of 16 floats */
@@ -79,5 +82,19 @@ void specwire_linear(const float *x, size_t m, size_t k, const float *w, size_t 
         if (bias)
             for (size_t i = 0; i < m; i++)
                 for (size_t j = 0; j < WIDTH; j++) y[i * n + p * WIDTH + j] += bias[p * WIDTH + j];
+    }
+}
+
+/* y = weight * x / sqrt(mean(x^2) + eps), row by row; x and y [m, n], weight [n]. */
+void specwire_rms_norm(const float *x, size_t m, size_t n, const float *weight, float eps, float *y) {
+    for (size_t i = 0; i < m; i++, x += n, y += n) {
+        float sums[LANES] = {0}, sum = 0;
+        size_t j = 0;
+        for (; j + LANES <= n; j += LANES)
+            for (size_t l = 0; l < LANES; l++) sums[l] += x[j + l] * x[j + l];
+        for (; j < n; j++) sum += x[j] * x[j];
+        for (size_t l = 0; l < LANES; l++) sum += sums[l];
+        const float scale = 1 / sqrtf(sum / (float)n + eps);
+        for (j = 0; j < n; j++) y[j] = weight[j] * (x[j] * scale);
     }
 }

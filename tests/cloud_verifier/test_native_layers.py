@@ -1,4 +1,4 @@
-"""The compiled linear layers against torch's, in float64."""
+"""The compiled layers against torch's, in float64."""
 
 import logging
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cloud_verifier.native_linear import PackedLinear, load_kernel, pack_linears
+from cloud_verifier.native_layers import PackedLinear, PackedRmsNorm, load_kernel, pack_layers
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,43 @@ def test_rows_need_not_be_contiguous(kernel):
         torch.testing.assert_close(PackedLinear(linear, kernel)(rows), linear(rows))
 
 
-def test_only_float32_linear_layers_are_replaced(kernel):
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8, dtype=torch.bfloat16))
-    assert pack_linears(model, kernel) == 1
-    assert isinstance(model[0], PackedLinear)
-    assert type(model[2]) is nn.Linear
+class TinyRMSNorm(nn.Module):
+    """As transformers' models write it."""
+
+    offset = 0.0
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size))
+        self.variance_epsilon = 1e-5
+
+    def forward(self, rows):
+        mean = rows.pow(2).mean(-1, keepdim=True)
+        return (self.offset + self.weight) * (rows * torch.rsqrt(mean + self.variance_epsilon))
+
+
+class OffsetRMSNorm(TinyRMSNorm):
+    offset = 1.0
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 577])
+def test_the_norm_is_right_to_float32_whatever_the_batch(kernel, size):
+    torch.manual_seed(size)
+    norm = TinyRMSNorm(size)
+    rows = torch.randn(2, 5, size)
+    with torch.inference_mode():
+        ours = PackedRmsNorm(norm.weight, norm.variance_epsilon, kernel)
+        torch.testing.assert_close(ours(rows).double(), norm(rows.double()), rtol=2e-6, atol=1e-7)
+        assert torch.equal(ours(rows)[1, 2:4], ours(rows[1, 2:4]))
+        assert torch.equal(ours(rows.transpose(0, 1)), ours(rows).transpose(0, 1))
+
+
+def test_only_layers_that_compute_the_same_are_replaced(kernel):
+    layers = [nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8, dtype=torch.bfloat16)]
+    model = nn.Sequential(*layers, TinyRMSNorm(8), OffsetRMSNorm(8))
+    assert pack_layers(model, kernel) == 2
+    kinds = [type(layer) for layer in model]
+    assert kinds == [PackedLinear, nn.LayerNorm, nn.Linear, PackedRmsNorm, OffsetRMSNorm]
 
 
 def test_the_library_is_compiled_once(tmp_path, kernel):
