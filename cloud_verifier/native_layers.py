@@ -2,9 +2,9 @@
 
 A block of drafted tokens gives a matrix product few rows, and the libraries that torch calls are slow there
 (MKL without AVX-512 reads its weights at a quarter of the memory's speed). A norm of a few rows is seven of
-torch's operations, each of which takes longer to start than to compute. `layers.c` is not slow at either. It is
-compiled once for the CPU at hand, when it has a C compiler; without one, torch's own layers stay.
-Either way the arithmetic is float32 throughout.
+torch's operations, each of which takes longer to start than to compute. `layers.c` is slow at neither. It is
+compiled once for the CPU at hand, when it has a C compiler; without one, torch's own layers stay. Either way
+the arithmetic is float32 throughout.
 """
 
 from __future__ import annotations
