@@ -11,7 +11,7 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,26 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from cloud_verifier.benchmarks.report import Spread, write_report
+from cloud_verifier.benchmarks.siblings import JudgedRound, pass_times, shown, sibling_table
 from cloud_verifier.cli import prepare_threads
+from cloud_verifier.siblings import row_price
 from cloud_verifier.target_model import Segment, TargetModel
 from cloud_verifier.verification import VERIFICATIONS, BlockInput, judge
 from edge_client.chat_template import render
 from edge_client.draft_model import DraftModel
 from edge_client.experiments.workloads import load_prompts
 from shared.codecs import CODECS, DEFAULT_CODEC, Codec, Distributions, Row, get_codec
-from shared.messages import SamplingParams
+from shared.messages import DraftBlock, SamplingParams
 from shared.randomness import Purpose, random_words
 from shared.sampling import coupled_choice, probabilities
+from shared.wire import client_message_to_proto
 
 TEMPERATURES = (0.7, 1.0)
 WIDE_VOCABULARY = 151_936
 PACKET_BLOCK = 8  # drafted tokens that should fit one packet
-SIBLINGS = (1, 2, 4, 8)
+PACKET_BYTES = 1_400
+FRAMING_BYTES = 5 + 9  # of gRPC and HTTP/2
+SIBLINGS_K = 5  # the block length that siblings are tried on
 RULES = ("token", "block", "coupled")
 SESSIONS = 16
 
@@ -52,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--positions", type=int, default=32, help="recorded for each prompt")
     parser.add_argument("--k", type=int, nargs="+", default=[3, 5, 8])
+    parser.add_argument("--codec-positions", type=int, default=208, help="that every codec is tried on")
     parser.add_argument("--out", type=Path, default=Path("bench-results/logits.json"))
     options = parser.parse_args(arguments)
     prepare_threads(0)
@@ -83,19 +89,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         judged = np.concatenate([t for _, t in recorded])
         arms = [(rule, k) for k in options.k for rule in RULES]
         task = progress.add_task("rounds", total=len(arms) * len(prompts))
-        rounds: dict[str, dict[int, Rounds]] = {rule: {} for rule in RULES}
+        rounds: dict[str, dict[int, list[JudgedRound]]] = {rule: {} for rule in RULES}
         for rule, k in arms:
-            rounds[rule][k] = Rounds()
+            rounds[rule][k] = []
             for seed, prompt in enumerate(prompts):
-                pair.write(prompt, rule, k, options.max_tokens, seed, rounds[rule][k])
+                rounds[rule][k] += pair.write(prompt, rule, k, options.max_tokens, seed)
                 progress.advance(task)
         task = progress.add_task("codecs", total=len(TEMPERATURES) * 2)
         rates: dict[str, Any] = {}
+        spread = np.linspace(0, len(drafted) - 1, min(options.codec_positions, len(drafted))).astype(int)
         for temperature in TEMPERATURES:
             for vocab_size in (drafted.shape[1], WIDE_VOCABULARY):
                 name = f"temperature {temperature:g}, vocabulary {vocab_size}"
-                rates[name] = _rate_distortion(drafted, judged, temperature, vocab_size)
+                rates[name] = _rate_distortion(drafted[spread], judged[spread], temperature, vocab_size)
                 progress.advance(task)
+    times, price = pass_times(pair.target), row_price(pair.target)
     return {
         "settings": {
             "precision": options.precision,
@@ -105,33 +113,29 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         },
         "rate_distortion": rates,
         "tokens_per_round": {
-            rule: {str(k): result.summary() for k, result in by_k.items()} for rule, by_k in rounds.items()
+            rule: {str(k): _summary(result) for k, result in by_k.items()} for rule, by_k in rounds.items()
+        },
+        "pass_ms": {str(num_rows): ms for num_rows, ms in times.items()},
+        "row_price": price,
+        "siblings": {
+            rule: sibling_table(by_k[SIBLINGS_K], times, price)
+            for rule, by_k in rounds.items()
+            if SIBLINGS_K in by_k
         },
         "judge_ms": _judge_times(drafted, judged),
     }
 
 
-@dataclass(slots=True)
-class Rounds:
-    """Counts over the rounds of one arm; sibling hits by how many likeliest other ids were looked at."""
-
-    num_rounds: int = 0
-    num_tokens: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    sibling_hits: tuple[int, ...] = (0,) * len(SIBLINGS)
-
-    def summary(self) -> dict[str, Any]:
-        rounds = max(self.num_rounds, 1)
-        return {
-            "tokens_per_round": self.num_tokens / rounds,
-            "acceptance": self.num_accepted / max(self.num_drafted, 1),
-            "num_rounds": self.num_rounds,
-            # A recovered token that the pass already covered brings one more token.
-            "siblings_extra_tokens_per_round": {
-                str(m): hits / rounds for m, hits in zip(SIBLINGS, self.sibling_hits, strict=True)
-            },
-        }
+def _summary(rounds: Sequence[JudgedRound]) -> dict[str, Any]:
+    num_drafted, num_accepted = (
+        sum(len(block.tokens) for block in rounds),
+        sum(block.num_accepted for block in rounds),
+    )
+    return {
+        "tokens_per_round": 1 + num_accepted / max(len(rounds), 1),
+        "acceptance": num_accepted / max(num_drafted, 1),
+        "num_rounds": len(rounds),
+    }
 
 
 class Pair:
@@ -158,14 +162,14 @@ class Pair:
         return np.array(drafted), np.array(judged)
 
     def write(
-        self, prompt: list[int], rule: str, num_drafted: int, max_tokens: int, seed: int, counts: Rounds
-    ) -> None:
+        self, prompt: list[int], rule: str, num_drafted: int, max_tokens: int, seed: int
+    ) -> list[JudgedRound]:
         """An answer at temperature 1 in rounds of `num_drafted` tokens, with dense float32 q."""
         sampling, codec = SamplingParams(1.0, seed=seed), get_codec("dense_f32")
         text = list(prompt)
         slots = self.target.pool.allocate(len(prompt) + max_tokens + num_drafted + 1)
         self.draft.rollback(0)
-        known = 0
+        known, rounds = 0, []
         while len(text) < len(prompt) + max_tokens:
             tokens, rows = self._draft_block(text, rule, num_drafted, sampling, codec)
             q = Distributions.from_rows(rows) if VERIFICATIONS[rule].needs_q else None
@@ -174,17 +178,11 @@ class Pair:
             if outcome.fault is not None:
                 raise outcome.fault
             kept = outcome.num_accepted
-            counts.num_rounds += 1
-            counts.num_tokens += kept + len(outcome.tokens)
-            counts.num_drafted += num_drafted
-            counts.num_accepted += kept
-            if kept < num_drafted:
-                counts.sibling_hits = _with_hits(
-                    counts.sibling_hits, rows[kept], tokens[kept], outcome.tokens[0]
-                )
+            rounds.append(JudgedRound.of(tokens, rows, kept, outcome.tokens[0]))
             known = len(text) + kept
             text += [*tokens[:kept], *outcome.tokens]
         self.target.pool.release(slots)
+        return rounds
 
     def _draft_block(
         self, text: list[int], rule: str, num_drafted: int, sampling: SamplingParams, codec: Codec
@@ -210,12 +208,6 @@ class Pair:
         """The last `num_logits` rows after `text`, of which `known` tokens are in the cache."""
         segment = Segment(np.array(text[known:], np.int64), slots[: len(text)], num_logits)
         return self.target.forward([segment])[:, : self.vocab_size]
-
-
-def _with_hits(hits: tuple[int, ...], row: Row, rejected: int, recovered: int) -> tuple[int, ...]:
-    order = row.ids[np.argsort(-row.weights, kind="stable")[: SIBLINGS[-1] + 1]]
-    others = order[order != rejected].tolist()
-    return tuple(n + (recovered in others[:m]) for n, m in zip(hits, SIBLINGS, strict=True))
 
 
 def _rate_distortion(
@@ -258,16 +250,30 @@ def _one_codec(
         sizes.append(len(payload))
         overlaps.append(np.minimum(row.weights / float(row.total), target[row.ids]).sum())
         rows.append(row if len(row.ids) < 10_000 else None)
-    blocks = [
-        len(codec.encode([row for row in rows[i : i + PACKET_BLOCK] if row is not None], vocab_size))
-        for i in range(0, len(rows) - PACKET_BLOCK + 1, PACKET_BLOCK)
-    ]
     return {
         "bytes_mean": float(np.mean(sizes)),
         "bytes_p95": float(np.percentile(sizes, 95)),
-        "block_of_8_bytes_max": max(blocks) if all(row is not None for row in rows) else None,
+        **_packets(codec, rows, vocab_size),
         "overlap_lost": float(exact.mean() - np.mean(overlaps)),
         **{name: float(np.median(values)) for name, values in times.items()},
+    }
+
+
+def _packets(codec: Codec, rows: Sequence[Row | None], vocab_size: int) -> dict[str, float]:
+    """Of blocks of 8 positions as messages on the wire: bytes, and how many fit one packet."""
+    held = [row for row in rows if row is not None]
+    if len(held) < len(rows):
+        return {}
+    sizes = []
+    for start in range(0, len(held) - PACKET_BLOCK + 1, PACKET_BLOCK):
+        part = held[start : start + PACKET_BLOCK]
+        tokens = tuple(int(row.ids[-1]) for row in part)
+        block = DraftBlock(1_000, 1_000, 4_000, tokens, codec.encode(part, vocab_size), more=True)
+        sizes.append(len(client_message_to_proto(block).SerializeToString()) + FRAMING_BYTES)
+    return {
+        "block_of_8_bytes_p95": float(np.percentile(sizes, 95)),
+        "block_of_8_bytes_max": max(sizes),
+        "block_of_8_in_a_packet": float(np.mean(np.array(sizes) <= PACKET_BYTES)),
     }
 
 
@@ -328,6 +334,15 @@ def _show(report: dict[str, Any]) -> None:
     table = Table("K", *rounds, title="tokens a round, temperature 1")
     for k in next(iter(rounds.values())):
         table.add_row(k, *(f"{by_k[k]['tokens_per_round']:.2f}" for by_k in rounds.values()))
+    console.print(table)
+    title = f"siblings, K={SIBLINGS_K}; a row has to bring {report['row_price']:.3f} tokens"
+    table = Table("choice", "leaves", "tokens a round", "more %", "pass ms", "target tokens/s", title=title)
+    for name, numbers in shown(report["siblings"]):
+        table.add_row(name, *numbers)
+    console.print(table)
+    table = Table("16 blocks of 8", *next(iter(report["judge_ms"].values())), title="judging, milliseconds")
+    for name, by_threads in report["judge_ms"].items():
+        table.add_row(name, *(f"{spread.median:.2f}" for spread in by_threads.values()))
     console.print(table)
 
 

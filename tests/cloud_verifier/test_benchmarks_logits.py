@@ -4,11 +4,11 @@ import pytest
 from cloud_verifier.benchmarks.logits import (
     RULES,
     Pair,
-    Rounds,
     _judge_times,
     _rate_distortion,
-    _with_hits,
+    _summary,
 )
+from cloud_verifier.benchmarks.siblings import JudgedRound, pass_times, sibling_table
 from cloud_verifier.target_model import TargetModel
 from edge_client.draft_model import DraftModel
 from shared.codecs import CODECS, Row
@@ -30,6 +30,8 @@ def test_every_codec_with_distributions_is_measured_against_exact_q(vocab_size):
     assert lost == sorted(lost)
     assert sizes == sorted(sizes, reverse=True)
     assert 0 < table["exact"]["overlap"] < 1
+    assert 0 < table["lattice"]["block_of_8_in_a_packet"] <= 1
+    assert table["dense_f32"]["block_of_8_in_a_packet"] == 0
 
 
 def test_judging_is_timed_for_every_rule():
@@ -37,12 +39,24 @@ def test_judging_is_timed_for_every_rule():
     assert {name.split(",")[0] for name in times} == {"greedy", *RULES}
 
 
-def test_sibling_hits_count_the_likeliest_other_ids():
-    row = Row(np.array([2, 5, 7, 9], np.int32), np.array([1, 8, 4, 3]), 16)
-    assert _with_hits((0, 0, 0, 0), row, 5, 7) == (1, 1, 1, 1)
-    assert _with_hits((0, 0, 0, 0), row, 5, 9) == (0, 1, 1, 1)
-    assert _with_hits((0, 0, 0, 0), row, 7, 5) == (1, 1, 1, 1)
-    assert _with_hits((0, 0, 0, 0), row, 5, 3) == (0, 0, 0, 0)
+def test_siblings_are_counted_on_rounds_that_had_none():
+    rows = [Row(np.array([2, 5, 7, 9], np.int32), np.array([2, 8, 4, 2]), 16)] * 2
+    rounds = [
+        JudgedRound.of((5, 7), rows, 0, 7),  # the likeliest other one
+        JudgedRound.of((5, 7), rows, 0, 2),  # the second
+        JudgedRound.of((5, 7), rows, 1, 3),  # none that q knows
+        JudgedRound.of((5, 7), rows, 2, 7),  # a bonus
+    ]
+    table = sibling_table(rounds, {3: 30.0, 11: 38.0}, price=0.2)
+    assert table["none"]["tokens_per_round"] == 7 / 4
+    assert table["none"]["pass_ms"] == 30.0
+    assert table["1 a position"]["tokens_per_round"] == 8 / 4
+    assert table["1 a position"]["leaves_per_round"] == 2
+    assert table["1 a position"]["pass_ms"] == 32.0
+    assert table["8 a position"]["tokens_per_round"] == 9 / 4
+    assert table["8 a position"]["more_tokens_percent"] == pytest.approx(200 / 7)
+    # Only the other half of the first position's q is worth its row.
+    assert table["auto"]["leaves_per_round"] < table["8 a position"]["leaves_per_round"]
 
 
 def test_rounds_on_a_pair_of_models_are_counted(tiny_target, tiny_draft):
@@ -55,9 +69,11 @@ def test_rounds_on_a_pair_of_models_are_counted(tiny_target, tiny_draft):
     correlations = [np.corrcoef(d, t)[0, 1] for d, t in zip(drafted, judged, strict=True)]
     assert min(correlations) > 0.5
     for rule in RULES:
-        counts = Rounds()
-        pair.write([5, 6, 7], rule, 3, 20, seed=1, counts=counts)
-        summary = counts.summary()
-        assert counts.num_tokens == counts.num_rounds + counts.num_accepted >= 20
-        assert 1 < summary["tokens_per_round"] <= 4
+        rounds = pair.write([5, 6, 7], rule, 3, 20, seed=1)
+        assert sum(block.num_accepted + 1 for block in rounds) >= 20
+        assert 1 < _summary(rounds)["tokens_per_round"] <= 4
+        assert all((block.recovered < 0) == (block.num_accepted == 3) for block in rounds)
+        assert all(block.q.num_rows == 3 for block in rounds)
+    times = pass_times(pair.target)
+    assert all(ms > 0 for ms in times.values())
     assert pair.target.pool.num_free == pair.target.pool.num_slots

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from verifier_support import Alone, Client, prompts, request, running
 
 from cloud_verifier.siblings import MOST, SiblingRule, row_price, sibling_rule
@@ -44,11 +45,11 @@ def test_equally_likely_tokens_are_taken_in_order():
 
 def test_what_is_unlikely_to_be_reached_or_recovered_is_not_worth_its_price():
     sure, unsure = {4: 0.98, 6: 0.02}, {4: 0.5, 6: 0.5}
-    rule = SiblingRule(8, price=0.2)
+    rule = SiblingRule(8, price=0.1)
     assert rule.choose(dist(sure, unsure), (4, 4), 8, 8) == ((1, 6),)
     # After two doubtful tokens the third is hardly ever reached.
     assert rule.choose(dist(unsure, unsure, unsure), (4, 4, 4), 8, 8) == ((0, 6),)
-    assert SiblingRule(8, price=0.6).choose(dist(unsure), (4,), 8, 8) == ()
+    assert SiblingRule(8, price=0.2).choose(dist(unsure), (4,), 8, 8) == ()
 
 
 def test_places_without_room_and_rows_without_entries_get_none():
@@ -76,8 +77,27 @@ def test_the_option(model):
 
 def test_the_price_of_a_row_leaves_the_pool_as_it_was(model):
     free = model.pool.num_free
-    row_price(model)
+    price = row_price(model)
+    assert np.log2(price).is_integer()
     assert model.pool.num_free == free
+
+
+class Metered:
+    """A target on which a row costs what it should; time passes as it says."""
+
+    def __init__(self, model, base_s, row_s):
+        self.pool, self.base_s, self.row_s, self.now = model.pool, base_s, row_s, 0.0
+
+    def forward(self, segments):
+        self.now += self.base_s + self.row_s * sum(len(segment.tokens) for segment in segments)
+        return torch.zeros(1, 1)
+
+
+@pytest.mark.parametrize(("row_s", "price"), [(0.0, 2**-7), (0.001, 1 / 16), (0.01, 1 / 4)])
+def test_the_price_follows_what_a_row_costs(model, monkeypatch, row_s, price):
+    metered = Metered(model, 0.03, row_s)
+    monkeypatch.setattr("time.perf_counter", lambda: metered.now)
+    assert row_price(metered) == price
 
 
 def doubtful(rng: random.Random, truth: list[int], vocab_size: int = 250) -> tuple[list[int], Distributions]:
