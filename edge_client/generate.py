@@ -52,6 +52,7 @@ class SessionSettings:
     verification: str = "token"
     max_block: int = 32
     logprobs: int = 0
+    num_siblings: int = 8  # alternatives to a drafted token that the verifier may try; see proto
     client: str = ""
     edge_only_fallback: bool = False
 
@@ -276,6 +277,7 @@ class Conversation:
                 max_new_tokens=max_new_tokens,
                 eos_ids=settings.eos_ids,
                 logprobs=settings.logprobs,
+                num_siblings=settings.num_siblings,
                 client=settings.client,
             )
         )
