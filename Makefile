@@ -9,7 +9,7 @@ STUBS := shared/pb/specwire/v1
 BENCH = $(PY) -m cloud_verifier.benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all system lint format proto proto-check bench-loopback bench-logits bench-capacity soak fuzz certs experiment-basic \
+.PHONY: help demo test test-all system lint format proto proto-check bench-loopback bench-logits bench-network bench-capacity soak fuzz certs experiment-basic \
 	edge-binary edge-bundle bench-client clean
 
 help:  ## this list
@@ -55,6 +55,9 @@ bench-loopback: $(READY)  ## both sides on this machine -> bench-results/loopbac
 
 bench-logits: $(READY)  ## codecs and verifications on recorded distributions -> bench-results/logits.json
 	$(BENCH).logits $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/logits.json
+
+bench-network: $(READY)  ## every arm on every emulated link, about two hours; NETWORK="--profiles lan 5g" for a part
+	$(BENCH).network $(if $(PROMPTS),--prompts $(PROMPTS)) $(NETWORK) --out bench-results/network.json
 
 bench-capacity: $(READY)  ## sessions that one verifier carries, recorded drafts -> bench-results/capacity.json
 	$(BENCH).capacity $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/capacity.json

@@ -50,6 +50,12 @@ class BenchEdge:
     async def describe(self) -> Description:
         return await self._verifier.describe()
 
+    async def ask(self) -> tuple[Description, float]:
+        """What the verifier serves, and the seconds that asking took on an open connection."""
+        await self._verifier.describe()
+        started = time.perf_counter()
+        return await self._verifier.describe(), time.perf_counter() - started
+
     async def answer(
         self,
         prompt: Sequence[int],
