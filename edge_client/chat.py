@@ -94,10 +94,11 @@ class Chat:
         try:
             answer, self._last = self._run(self._answer())
         except KeyboardInterrupt:
-            self._terminal.notice("\nStopped.")
-            answer = self._terminal.shown
+            self._terminal.notice("Stopped.")
+            answer = self._terminal.take()
         except SpecwireError as error:
             self._terminal.error(error)
+            self._terminal.take()
             answer = ""
         if not answer:  # nothing that the next question could refer to
             self._messages.pop()

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from edge_client.draft_model import DraftModel
 
 _NUM_PINGS = 20
-_NUM_TOKENS = 48
+# Of an answer: unmeasured ones, in which the controller learns, measured ones, and of the cloud alone, which
+# is slow and needs fewer.
+_WARM_UP_TOKENS, _NUM_TOKENS, _NUM_CLOUD_TOKENS = 24, 48, 24
 _PROMPT = "Once upon a time, in a small town by the sea,"
 
 
@@ -211,12 +213,12 @@ def _draft_step_s(model: DraftModel, folder: Path, manifest: DraftManifest) -> f
 
 async def _check_speed(client: Client, add: _Add, fault: _Fault) -> None:
     """Writes a short answer both ways; without the first tokens, which wait for the prompt."""
+    options = client.options
+    alone = replace(options, cloud_only=True)
     try:
-        spec = await _speed(client, client.options)
+        spec = await _speed(client, options, [_WARM_UP_TOKENS, _NUM_TOKENS])
         cloud = (
-            await _speed(client, replace(client.options, cloud_only=True))
-            if client.description.allows_generate
-            else None
+            await _speed(client, alone, [_NUM_CLOUD_TOKENS]) if client.description.allows_generate else None
         )
     except SpecwireError as error:
         fault("speed", error)
@@ -225,21 +227,22 @@ async def _check_speed(client: Client, add: _Add, fault: _Fault) -> None:
     add("speed", True, f"{text}, {cloud[0]:.1f} with the cloud alone." if cloud else f"{text}.")
 
 
-async def _speed(client: Client, options: Options) -> tuple[float, Result]:
+async def _speed(client: Client, options: Options, lengths: Sequence[int]) -> tuple[float, Result]:
+    """Tokens per second of the last of these answers; those before it warm up, the controller with them."""
     tokens = plain_prompt(client.manifest, client.tokenizer, _PROMPT)
     controller = options.controller(client.description)
     async with client.conversation() as conversation:
-        for _ in range(2):  # the first one warms up, the controller with it
-            result = await _answer(conversation, tokens, options, controller)
+        for length in lengths:
+            result = await _answer(conversation, tokens, options, length, controller)
     after_first = result.total_s - result.first_token_s
     return (len(result.tokens) - 1) / after_first if after_first > 0 else result.tokens_per_s, result
 
 
 async def _answer(
-    conversation: Conversation, tokens: list[int], options: Options, controller: Controller
+    conversation: Conversation, tokens: list[int], options: Options, length: int, controller: Controller
 ) -> Result:
     async for event in conversation.answer(
-        tokens, sampling=options.sampling(), max_new_tokens=_NUM_TOKENS, controller=controller
+        tokens, sampling=options.sampling(), max_new_tokens=length, controller=controller
     ):
         if isinstance(event, Result):
             return event

@@ -240,7 +240,8 @@ class Conversation:
             if not self._settings.edge_only_fallback or self._model is None or not is_lost(lost):
                 raise
             await self._end_session()
-            self._verifier.notify(f"{lost.text} {NOTICE}")
+            # Before a verifier has been met, whoever asked for one has said why there is none.
+            self._verifier.notify(f"{lost.text} {NOTICE}" if self.has_met else NOTICE)
             self._drafter.keep(len(tokens) + len(tally.tokens))
             alone = write_alone(self._drafter, self._worker, limit, self._settings.eos_ids, lost)
             async with aclosing(alone):

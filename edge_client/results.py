@@ -20,6 +20,11 @@ class Origin(StrEnum):
     CLOUD = "cloud"
     EDGE_ONLY = "edge_only"  # the draft's own, with no verifier in reach; never exact
 
+    @property
+    def label(self) -> str:
+        """For people."""
+        return self.value.replace("_", " ")
+
 
 class Loss(StrEnum):
     """Why an answer is not distributed as the target's own text."""

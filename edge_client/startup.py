@@ -90,6 +90,7 @@ async def ask(verifier: Verifier, options: Options, manifest: DraftManifest) -> 
     except SpecwireError as fault:
         if not options.edge_only_fallback or not is_lost(fault):
             raise
+        verifier.notify(fault.text)
         return None
     check_same_tokenizer(manifest.tokenizer, description.tokenizer)
     return description

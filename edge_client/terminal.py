@@ -39,7 +39,7 @@ class Terminal:
     """Streams answers to standard output; everything that is not the answer goes to standard error.
 
     Attributes:
-        shown: text of the latest answer as far as it was shown, even when it was stopped.
+        shown: text of the answer in progress.
     """
 
     def __init__(self, *, show_origin: bool = False, quiet: bool = False) -> None:
@@ -47,13 +47,21 @@ class Terminal:
         self.err = Console(stderr=True, highlight=False)
         self._show_origin = show_origin
         self._quiet = quiet
+        self._in_line = False
         self.shown = ""
 
     def notice(self, text: str) -> None:
+        self._end_line()
         self.err.print(Text(text, style="yellow"))
 
     def error(self, error: SpecwireError) -> None:
         self.err.print(Text(error.text, style="red"), Text(error.remedy), soft_wrap=True)
+
+    def _end_line(self) -> None:
+        """So that what is said in the middle of an answer has a line of its own."""
+        if self._in_line and self.out.is_terminal:
+            self.err.print()
+        self._in_line = False
 
     async def stream(
         self,
@@ -63,24 +71,34 @@ class Terminal:
     ) -> tuple[str, Result]:
         """Shows an answer as it comes; returns its text and what it cost."""
         stream = TextStream(client.tokenizer)
-        self.shown = ""
+        self.shown, origin = "", Origin.ACCEPTED
         result: Result | None = None
-        async with contextlib.aclosing(events):
-            async for event in events:
-                if isinstance(event, Result):
-                    result = event
-                    continue
-                for token, origin in zip(event.tokens, event.origins, strict=True):
-                    self._show(stream.push([token]), origin)
-                if explain is not None:
-                    self.err.print(Text(explain(), style="dim"), soft_wrap=True)
-        self._show(stream.flush(), Origin.ACCEPTED)
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    if isinstance(event, Result):
+                        result = event
+                        continue
+                    for token, origin in zip(event.tokens, event.origins, strict=True):
+                        self._show(stream.push([token]), origin)
+                    if explain is not None:
+                        self.err.print(Text(explain(), style="dim"), soft_wrap=True)
+        except BaseException:
+            self._end_line()
+            raise
+        self._show(stream.flush(), origin)
         if not self._quiet:
             self.out.file.write("\n")
             self.out.file.flush()
+        self._in_line = False
         if result is None:
             raise RuntimeError("an answer ended without a result")
-        return self.shown, result
+        return self.take(), result
+
+    def take(self) -> str:
+        """The text of the latest answer as far as it was shown, even when it was stopped; then none."""
+        shown, self.shown = self.shown, ""
+        return shown
 
     def _show(self, piece: str, origin: Origin) -> None:
         self.shown += piece
@@ -90,12 +108,12 @@ class Terminal:
             else:
                 self.out.file.write(piece)
             self.out.file.flush()
+            self._in_line = not piece.endswith("\n")
 
     def legend(self) -> None:
         if self._show_origin and self.out.is_terminal:
-            self.err.print(
-                Text.assemble(*[part for o, style in ORIGIN_STYLES.items() for part in ((o, style), " ")])
-            )
+            parts = [part for o, style in ORIGIN_STYLES.items() for part in ((o.label, style), " ")]
+            self.err.print(Text.assemble(*parts))
 
     def stats(self, result: Result) -> None:
         """The figures of one answer, as a small table."""
@@ -112,7 +130,7 @@ def summary_lines(result: Result) -> list[tuple[str, str]]:
             "speed",
             f"{result.tokens_per_s:.1f} tokens/s, first token after {result.first_token_s * 1e3:.0f} ms",
         ),
-        ("tokens", ", ".join(f"{n} {origin}" for origin, n in counts.by_origin.items() if n)),
+        ("tokens", ", ".join(f"{n} {origin.label}" for origin, n in counts.by_origin.items() if n)),
     ]
     if counts.num_rounds:
         lines += [

@@ -148,7 +148,7 @@ def test_a_chat_goes_on_alone_and_finds_the_verifier_again(options, verifier_pro
         runner.run(stack.aclose())
     assert "edge only" in told[0]
     assert "it follows what the draft wrote alone" in told[-1]
-    assert "edge_only" not in told[-1]
+    assert "edge only" not in told[-1]
 
 
 def _reader(lines: Iterator[str]) -> Callable[[str], str]:
