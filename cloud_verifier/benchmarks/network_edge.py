@@ -19,6 +19,7 @@ from typing import Any
 from cloud_verifier.benchmarks.edge import BenchEdge, TimedAnswer
 from edge_client.controller import AutoController, Controller, FixedController, Plan
 from edge_client.estimates import Estimates
+from edge_client.results import Origin
 from shared.faults import SpecwireError
 from shared.messages import SamplingParams
 
@@ -157,7 +158,7 @@ def _sample(done: TimedAnswer, controller: Controller) -> Sample:
         num_accepted=counts.num_accepted,
         draft_s=sum(r.draft_s + r.codec_s - r.prompt_s for r in rounds),
         plan=controller.explain(),
-        cloud_tokens=len(result.tokens) - counts.num_speculated,
+        cloud_tokens=counts.by_origin[Origin.CLOUD],
     )
 
 
