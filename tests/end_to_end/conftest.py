@@ -32,8 +32,8 @@ def builtin_verifier(target_dir: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tiny_verifier(tiny_target: Path) -> Iterator[str]:
-    """Address of a verifier of the tiny random target in float32."""
-    with local_verifier("--target", str(tiny_target), "--dtype", "float32") as address:
+    """Address of a verifier of the tiny random target in float32, which tries eight siblings a token."""
+    with local_verifier("--target", str(tiny_target), "--dtype", "float32", "--siblings", "8") as address:
         yield address
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from edge_client.draft_model import DraftModel
-from edge_client.results import Result
+from edge_client.results import Origin, Result
 from shared.codecs import Row, get_codec
 from shared.messages import SamplingParams
 from shared.sampling import probabilities
@@ -56,12 +56,13 @@ class BadDraft:
 
 
 def uniforms(
-    target: Path, prompt: Sequence[int], answers: Sequence[Sequence[int]], sampling: SamplingParams
+    target: Path, prompt: Sequence[int], results: Sequence[Result], sampling: SamplingParams
 ) -> NDArray[np.float64]:
     """The transform of every token of every answer, [num_answers * num_tokens]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    answers = [result.tokens for result in results]
     rng = np.random.default_rng(11)
     distributions: dict[tuple[int, ...], NDArray[np.float64]] = {}
     prefixes = sorted({tuple(a[:i]) for a in answers for i in range(len(a))})
@@ -93,9 +94,9 @@ def sample(
     num_answers: int,
     prompt: Sequence[int] = PROMPT,
     **settings: Any,
-) -> list[tuple[int, ...]]:
+) -> list[Result]:
     jobs = [(prompt, {"sampling": replace(sampling, seed=seed), **settings}) for seed in range(num_answers)]
-    return [result.tokens for result in run(address, models, jobs)]
+    return run(address, models, jobs)
 
 
 def p_value(values: NDArray[np.float64]) -> float:
@@ -141,6 +142,9 @@ def test_output_is_distributed_as_the_targets(
         **extra,
     )
     assert p_value(uniforms(tiny_target, PROMPT, answers, sampling)) > P_VALUE
+    # Tokens after a sibling are among them, or the test would say nothing about those.
+    num_siblings = sum(result.counts.by_origin[Origin.SIBLING] for result in answers)
+    assert num_siblings > (50 if draft == "good" else 2)
 
 
 @dataclass(frozen=True)
