@@ -149,14 +149,15 @@ def _judge_all(
     """
     outcomes: list[BlockOutcome | None] = [None] * len(blocks)
     groups: dict[tuple[str, bool, bool], list[int]] = {}
+    truncates = params_of([block.sampling for block in blocks]).truncates(logits.shape[1]).tolist()
     for i, block in enumerate(blocks):
         try:
             rule = _effective_rule(block, logits.shape[1])
         except SpecwireError as fault:
             outcomes[i] = BlockOutcome(0, (), fault=fault)
             continue
-        truncates = rule != "greedy" and params_of([block.sampling]).truncates(logits.shape[1]).any()
-        groups.setdefault((rule, needs_history(block.sampling), bool(truncates)), []).append(i)
+        alike = (rule, needs_history(block.sampling), rule != "greedy" and truncates[i])
+        groups.setdefault(alike, []).append(i)
     for (rule, adjusts, _), members in groups.items():
         chosen = [blocks[i] for i in members]
         batch = pack(chosen, [row_starts[i] for i in members], with_draft=VERIFICATIONS[rule].needs_q)
@@ -206,12 +207,13 @@ def _effective_rule(block: BlockInput, vocab_size: int) -> str:
         )
     if is_greedy(block.sampling) and not (verification.lossy and block.sampling.fused_weight > 0):
         return "greedy"
-    lengths = np.diff(block.q.offsets) if block.q is not None else np.zeros(0)
-    carried = int(np.count_nonzero(lengths))
-    if num_drafted and verification.needs_q and not len(lengths) == carried == num_drafted:
+    offsets = block.q.offsets if block.q is not None else np.zeros(1, np.int64)
+    carried = offsets[1:] > offsets[:-1]
+    if num_drafted and verification.needs_q and not (len(carried) == num_drafted and carried.all()):
         raise SpecwireError(
             FaultKind.BAD_PAYLOAD,
-            f"{block.rule} verification of {num_drafted} tokens needs as many distributions, got {carried}.",
+            f"{block.rule} verification of {num_drafted} tokens needs as many distributions, "
+            f"got {int(carried.sum())}.",
             "Choose a codec that carries distributions, or greedy verification.",
         )
     return block.rule

@@ -49,13 +49,18 @@ def draw_decisive(
     draft = batch.need_draft()
     # [B]: the row that judges the first rejected token, or the bonus row
     decisive = torch.from_numpy(batch.starts).to(device) + num_accepted
-    entry_row = torch.from_numpy(batch.token_rows[draft.token_of_entry]).to(device)
-    entry_block = torch.from_numpy(batch.block_of_token[draft.token_of_entry]).to(device)
-    entries = (entry_row == decisive[entry_block]).nonzero()[:, 0]
+    # The first rejected token of each block; after full acceptance none, for which the place beyond all stands.
+    num_drafted = torch.from_numpy(batch.num_drafted).to(device)
+    first = torch.from_numpy(batch.starts - np.arange(batch.num_blocks)).to(device)
+    rejected = torch.zeros(len(batch.tokens) + 1, dtype=torch.bool, device=device)
+    rejected[torch.where(num_accepted < num_drafted, first + num_accepted, len(batch.tokens))] = True
+    rejected[-1] = False
+    entry_token = torch.from_numpy(draft.token_of_entry).to(device)
+    entries = rejected[entry_token].nonzero()[:, 0]
     residuals = Residuals(
         decisive,
         torch.ones_like(decisive, dtype=torch.float64) if scale is None else scale,
-        entry_block[entries],
+        torch.from_numpy(batch.block_of_token).to(device)[entry_token[entries]],
         torch.from_numpy(draft.ids).to(device)[entries],
         torch.from_numpy(draft.probs).to(device)[entries],
         torch.from_numpy(batch.uniforms(Purpose.SAMPLE)).to(device)[decisive],
