@@ -19,6 +19,7 @@ from cloud_verifier.host import free_memory_bytes
 from cloud_verifier.kv_pool import KvPool, LayerShape, slot_bytes
 from cloud_verifier.model_source import read_config
 from cloud_verifier.native_layers import load_kernel, pack_layers
+from cloud_verifier.native_rows import row_kernel
 from cloud_verifier.pass_layout import PassSpec, Segment, prepare
 from shared.config import cache_dir
 from shared.faults import FaultKind, SpecwireError
@@ -192,6 +193,8 @@ class TargetModel:
 
     def warm_up(self) -> None:
         """Runs passes of the usual shapes, so that the first session does not pay for first-time work."""
+        if self.device.type == "cpu":
+            row_kernel()  # is compiled the first time
         slots = self.pool.allocate(min(64, self.pool.num_slots))
         half = len(slots) // 2
         try:

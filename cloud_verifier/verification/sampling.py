@@ -49,7 +49,7 @@ def draw_decisive(
     draft = batch.need_draft()
     # [B]: the row that judges the first rejected token, or the bonus row
     decisive = torch.from_numpy(batch.starts).to(device) + num_accepted
-    # The first rejected token of each block; after full acceptance none, for which the place beyond all stands.
+    # The first rejected token of each block; after full acceptance none: the place beyond all stands for that.
     num_drafted = torch.from_numpy(batch.num_drafted).to(device)
     first = torch.from_numpy(batch.starts - np.arange(batch.num_blocks)).to(device)
     rejected = torch.zeros(len(batch.tokens) + 1, dtype=torch.bool, device=device)
