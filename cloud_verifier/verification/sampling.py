@@ -49,7 +49,7 @@ def draw_decisive(
     draft = batch.need_draft()
     # [B]: the row that judges the first rejected token, or the bonus row
     decisive = torch.from_numpy(batch.starts).to(device) + num_accepted
-    # The first rejected token of each block; after full acceptance none: the place beyond all stands for that.
+    # The first rejected token of each block; none after full acceptance (the place beyond all tokens).
     num_drafted = torch.from_numpy(batch.num_drafted).to(device)
     first = torch.from_numpy(batch.starts - np.arange(batch.num_blocks)).to(device)
     rejected = torch.zeros(len(batch.tokens) + 1, dtype=torch.bool, device=device)
