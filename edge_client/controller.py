@@ -33,11 +33,14 @@ class Plan:
         k: drafted tokens in a block.
         ahead: blocks that may be in flight beyond the first.
         cloud_tokens: when not 0, the verifier writes so many tokens alone instead.
+        first_k: when not 0, tokens of a block that none in flight precedes. With blocks to follow at once, a
+            short one brings its tokens, or its rejection, earlier.
     """
 
     k: int = 5
     ahead: int = 0
     cloud_tokens: int = 0
+    first_k: int = 0
 
 
 class Controller(Protocol):
@@ -71,6 +74,7 @@ _FIRST_K = 4
 _ADVANTAGE = 1.02  # a change must promise this much, so that noise does not make it flap
 _TRYING = 0.035  # share of its time that trying a draft which does not seem to pay may take
 _TRIAL_K = 6
+_FIRST_PART = 3  # of a block, in the first; simulated links answer up to 2 % faster with it, and begin sooner
 _MIN_CLOUD_TOKENS = 32
 _MAX_STRETCH_S = 60.0  # of the verifier alone: for so long a better network may go unnoticed
 _MAX_SAVED_TOKENS = 100.0  # what a draft that paid may save up for trying it when it no longer seems to
@@ -181,7 +185,7 @@ class AutoController:
             for ahead in self._ahead:
                 speed = self._speed(k, ahead, whole, kept)
                 if speed > 1.001 * best:
-                    best, plan = speed, Plan(k, ahead)
+                    best, plan = speed, Plan(k, ahead, first_k=-(-k // _FIRST_PART) if ahead else 0)
         return best, plan
 
     def _choose(self) -> None:

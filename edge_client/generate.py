@@ -347,7 +347,8 @@ class _Loop:
             return
         if room:
             # The bonus token is the last one, so one less needs drafting.
-            num_tokens = min(max(plan.k, 1), self._session.max_block, room, max(remaining - 1, 1))
+            k = plan.k if self._in_flight or not plan.first_k else plan.first_k
+            num_tokens = min(max(k, 1), self._session.max_block, room, max(remaining - 1, 1))
             started, num_before = time.perf_counter(), len(self._in_flight)
             block = await self._draft(num_tokens)
             if block is None or self._in_vain():

@@ -76,7 +76,8 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
         window_open = not flights or (flights[-1].more and len(flights) <= plan.ahead)
         if window_open and not plan.cloud_tokens and (not flights or flights[0].arrival > now):
             slow = link.crowding if plan.ahead else 1.0
-            took = plan.k * link.draft * slow
+            k = plan.k if flights or not plan.first_k else plan.first_k
+            took = k * link.draft * slow
             wrong = next((flight for flight in flights if flight.accepted < flight.k), None)
             if wrong is not None and wrong.arrival < now + took:
                 now = wrong.arrival  # the verdicts until then are read below
@@ -89,9 +90,9 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
                 free = wrong.freed
                 continue
             now += took
-            accepted = next((i for i in range(plan.k) if draws.random() >= link.kept), plan.k)
-            judged = link.judge(plan.k + 1) * slow
-            num_bytes = 60 + plan.k * link.token_bytes
+            accepted = next((i for i in range(k) if draws.random() >= link.kept), k)
+            judged = link.judge(k + 1) * slow
+            num_bytes = 60 + k * link.token_bytes
             uplink_free = max(uplink_free, now) + num_bytes / link.up_rate
             reached = uplink_free + way()
             start = max(free, reached)
@@ -99,7 +100,7 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
             arrival = down_free = max(free + way(), down_free)
             more = plan.ahead > 0
             queue, before = start - reached, len(flights)
-            flights.append(Flight(arrival, judged, free, now, plan.k, accepted, took, more, queue, before))
+            flights.append(Flight(arrival, judged, free, now, k, accepted, took, more, queue, before))
             continue
         flight = flights.popleft()
         now = max(now, flight.arrival)

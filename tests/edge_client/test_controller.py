@@ -108,12 +108,15 @@ def test_leaves_the_draft_alone_for_long_where_it_does_not_pay():
 
 
 def test_follows_a_link_that_changes():
-    controller = AutoController()
-    speed(controller, LINKS["lan, good draft"])
-    near = controller.plan()
     far = Link(0.3, 0.006, 0.050, 0.0004, 0.95)
-    assert speed(controller, far) >= 0.85 * speed(AutoController(), far)
-    assert controller.plan() != near
+    moved = 0.0
+    for seed in range(6):
+        controller = AutoController()
+        speed(controller, LINKS["lan, good draft"], seed=seed)
+        near = controller.plan()
+        moved += 1 / speed(controller, far, seed=seed)
+        assert controller.plan() != near
+    assert 6 / moved >= 0.85 * mean_speed(AutoController, far)
 
 
 def test_what_one_answer_learnt_serves_the_next():
