@@ -272,6 +272,9 @@ class GrpcStream:
             pass  # it is gone already, or not worth more waiting
         finally:
             self._call.cancel()
+            # That does nothing once a write has failed. What the verifier said before it ended the stream may
+            # still be unread, and as long as it is, gRPC keeps the call and its connection.
+            self._call._cython_call.cancel("closed")  # type: ignore[attr-defined]
 
 
 def _stub(channel: grpc.aio.Channel) -> Any:

@@ -296,8 +296,10 @@ class RemoteSession:
             try:
                 stream = await self._verifier.connect(self.address, self._key)
                 self.traffic.up_bytes += await stream.write(self._request)
-            except DisconnectedError:
-                if turn >= num_addresses - (stream is None):
+            except BaseException as error:
+                if stream is not None:
+                    self._verifier.close_later(stream)
+                if not isinstance(error, DisconnectedError) or turn >= num_addresses - (stream is None):
                     raise
                 # A connection from earlier may have died unnoticed; a new one gets another chance there.
                 if stream is None or turn:

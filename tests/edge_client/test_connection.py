@@ -12,6 +12,7 @@ import pytest
 from edge_support import CLOUD, PROMPT, Relay, collect, conversing, serving
 
 from cloud_verifier.metrics import Metrics
+from cloud_verifier.registry import EngineLimits
 from edge_client.connection import Patience, Verifier, framed_bytes
 from edge_client.controller import Plan
 from edge_client.session import DisconnectedError
@@ -89,6 +90,23 @@ async def test_padded_messages_have_one_size(target_model, draft_model, plan):
     assert written[0] == written[1]
     assert min(map(len, sizes[0].values())) > 3
     assert sizes[1] == {"up": {2048}, "down": {2048}}
+
+
+async def test_a_stream_that_the_verifier_ended_leaves_nothing_behind(target_model, draft_model, monkeypatch):
+    """What it said last was never read: nobody waited for an answer."""
+    monkeypatch.setattr("cloud_verifier.server._EXPIRY_PERIOD_S", 0.05)
+    metrics = Metrics()
+    async with serving(target_model, metrics, limits=EngineLimits(idle_seconds=0.0)) as address:
+        num_tasks = len(asyncio.all_tasks())
+        for _ in range(3):
+            async with conversing(address, draft_model) as talk:
+                await collect(talk, plan=Plan(3))
+                async with asyncio.timeout(10):
+                    while metrics._engine.num_attached:  # noqa: ASYNC110 - nothing else tells
+                        await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            while len(asyncio.all_tasks()) > num_tasks:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_the_next_turn_moves_too(target_model, other_target_model, draft_model):
