@@ -102,6 +102,11 @@ class TestAnswers:
         assert reply.usage.total_tokens == reply.usage.prompt_tokens + 9
         assert reply.choices[0].finish_reason == "length"
 
+    async def test_both_names_of_the_longest_answer(self, client: AsyncOpenAI) -> None:
+        wish = {"model": MODEL, "messages": HELLO, "max_completion_tokens": 5}
+        assert (await client.chat.completions.create(**wish)).usage.completion_tokens == 5
+        assert (await chat(client, max_tokens=9, max_completion_tokens=4)).usage.completion_tokens == 4
+
     async def test_stream_ends_with_usage_when_asked(self, client: AsyncOpenAI) -> None:
         stream = await chat(client, stream=True, stream_options={"include_usage": True}, temperature=0)
         chunks = [chunk async for chunk in stream]

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from edge_client.api.errors import ApiError
+from edge_client.api.pieces import TokenNames
 from edge_client.api.prompts import chat_prompt, knows_tools
+from edge_client.api.replies import Reply
 from edge_client.api.requests import chat_wish
 from edge_client.api.tool_calls import ToolCallFilter
+from edge_client.api.writer import Cost, Ending, Piece
 from edge_client.manifest import read_manifest
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"words": "deep lake"}}\n</tool_call>'
@@ -72,6 +75,34 @@ def test_a_call_that_ends_with_the_answer_counts() -> None:
     """The closing mark may be the token that ends the answer."""
     _, calls = read(CALL.removesuffix("</tool_call>"))
     assert len(calls) == 1
+
+
+def test_a_reply_carries_the_calls_and_says_why_it_ended(tiny_draft: Path) -> None:
+    """Whole and streamed: the text before the call is shown, the call is an object, nothing comes twice."""
+    names = TokenNames(Tokenizer.from_file(str(tiny_draft / "tokenizer.json")))
+    events = [
+        Piece("I look it up. <tool", ()),
+        Piece(CALL.removeprefix("<tool"), ()),
+        Ending("stop", Cost(completion_tokens=9)),
+    ]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}
+
+    def reply() -> Reply:
+        return Reply(chat_wish(body).wish, names, "tiny", {}, [""], chat=True, with_tools=True)
+
+    whole = reply()
+    for event in events:
+        whole.add(0, event)
+    choice = whole.whole()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look it up."
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"words": "deep lake"}
+    streamed = reply()
+    chunks = [chunk["choices"][0] for event in events for chunk in streamed.chunks(0, event)]
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "I look it up. "
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+    assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "search")]
+    assert chunks[-1]["finish_reason"] == "tool_calls"
 
 
 def test_templates_see_tools_and_earlier_calls(tiny_draft: Path) -> None:
