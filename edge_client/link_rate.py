@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edge_client.connection import Verifier
 
 _FIRST_BYTES, _MOST_BYTES = 1 << 14, 1 << 20
-_LONG_ENOUGH_S = 0.2
+_LONG_ENOUGH_S, _PATIENCE_S = 0.2, 1.5
 
 # How many bytes to move -> bytes that were moved, and the seconds it took, one round trip included.
 Transfer = Callable[[int], Awaitable[tuple[int, float]]]
@@ -49,12 +49,13 @@ async def downlink(verifier: Verifier, address: str, round_trip_s: float) -> Rat
 
 
 async def _measure(transfer: Transfer, round_trip_s: float) -> Rate:
-    """Twice as much each time, until a transfer takes long enough to tell its rate from its delay."""
-    num_bytes = _FIRST_BYTES
+    """More each time, until a transfer is long enough to tell its rate from its delay, or patience ends."""
+    num_bytes, spent_s = _FIRST_BYTES, 0.0
     while True:
         moved, seconds = await transfer(num_bytes)
+        spent_s += seconds
         # What is left is at least a part of it, however much the round trip varies.
         moving_s = max(seconds - round_trip_s, seconds / 10)
-        if moving_s >= _LONG_ENOUGH_S or num_bytes >= _MOST_BYTES:
+        if moving_s >= _LONG_ENOUGH_S or num_bytes >= _MOST_BYTES or spent_s >= _PATIENCE_S:
             return Rate(moved, moving_s)
-        num_bytes *= 2
+        num_bytes *= 4
