@@ -174,17 +174,23 @@ async def _check_link(verifier: Verifier, add: _Add, fault: _Fault) -> None:
     p50, p95 = statistics.median(times), times[int(0.95 * (len(times) - 1))]
     add("round trip", True, f"{p50 * 1e3:.1f} ms (p50), {p95 * 1e3:.1f} ms (p95) to {address}.")
     try:
-        up = await uplink(verifier, address, p50)
-        down = await downlink(verifier, address, p50)
+        text = await _rates(verifier, address, p50)
     except SpecwireError as error:
         fault("rate", error)
         return
-    add(
-        "rate",
-        True,
-        f"At least {up} up and {down} down on one gRPC stream, by moving {up.num_bytes / 1e3:.0f} and "
-        f"{down.num_bytes / 1e3:.0f} kB.",
-    )
+    add("rate", True, text)
+
+
+async def _rates(verifier: Verifier, address: str, round_trip_s: float) -> str:
+    up = await uplink(verifier, address, round_trip_s)
+    upwards = f"At least {up} up (by moving {up.num_bytes / 1e3:.0f} kB)"
+    try:
+        down = await downlink(verifier, address, round_trip_s)
+    except SpecwireError as error:
+        if error.kind is not FaultKind.PROTOCOL_MISMATCH:
+            raise
+        return f"{upwards}; down is not known, because gRPC's reflection does not answer there."
+    return f"{upwards} and {down} down ({down.num_bytes / 1e3:.0f} kB), each on one gRPC stream."
 
 
 async def _check_model(

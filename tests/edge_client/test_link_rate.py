@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grpc.aio
 import pytest
 from edge_support import Relay
 
@@ -9,6 +10,7 @@ from edge_client.connection import Verifier
 from edge_client.doctor import access_check
 from edge_client.link_rate import Rate, downlink, uplink
 from edge_client.options import Options
+from shared.faults import FaultKind, SpecwireError
 
 
 class FakeVerifier:
@@ -66,6 +68,17 @@ async def test_real_bytes_travel(verifier_process: str) -> None:
         assert 100_000 <= moved < 120_000
         assert relay.down_bytes - down > moved
         assert relay.up_bytes - up < 6_000
+
+
+async def test_no_reflection_is_a_fault_of_its_own() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with Verifier([f"127.0.0.1:{port}"], tls=None) as verifier:
+        with pytest.raises(SpecwireError) as caught:
+            await verifier.download(verifier.addresses[0], 1000)
+    await server.stop(None)
+    assert caught.value.kind is FaultKind.PROTOCOL_MISMATCH
 
 
 def test_a_token_in_plain_text_is_wrong_except_on_this_machine() -> None:
