@@ -24,6 +24,7 @@ _SOURCE = Path(__file__).with_name("rows.c")
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+Cuts = tuple[Ints, Doubles, Floats]
 
 
 class RowKernel:
@@ -32,8 +33,8 @@ class RowKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for function in (library.specwire_summary, library.specwire_draw, library.specwire_coupled):
-            function.restype = None
+        for name in ("summary", "draw", "coupled", "truncate"):
+            getattr(library, f"specwire_{name}").restype = None
 
     def summary(self, logits: torch.Tensor, rows: Ints, rate: Floats) -> tuple[Floats, Ints, Doubles]:
         """Maximum (NaN where the row has one), its lowest id, and sum of exp((x - max) / T) of each row; the
@@ -62,6 +63,26 @@ class RowKernel:
         out = np.empty(len(rows), np.int64)
         self._call("draw", logits, rows, rate, top, factor, *q, uniform, out)
         return out
+
+    def truncate(
+        self, logits: torch.Tensor, rows: Ints, rate: Floats, top: Floats, mass: Doubles, cuts: Cuts
+    ) -> tuple[Ints, Ints, Floats]:
+        """Row, id and p of every token that top-k, top-p and min-p leave; ascending by row and id.
+
+        Args:
+            top, mass: [R], as from `summary`; mass counts in rows with a nucleus only.
+            cuts: top_k, top_p and min_p of each row, [R] each.
+        """
+        counts, most = np.empty(len(rows), np.int64), 512
+        while True:
+            ids, probs = np.empty((len(rows), most), np.int64), np.empty((len(rows), most), np.float32)
+            room = np.array([most])
+            self._call("truncate", logits, rows, rate, top, mass, *cuts, room, counts, ids, probs)
+            if (needed := int(counts.max(initial=0))) <= most:
+                break
+            most = needed
+        held = np.arange(most) < counts[:, None]
+        return np.repeat(np.arange(len(rows)), counts), ids[held], probs[held]
 
     def coupled(
         self,

@@ -8,13 +8,14 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #ifdef __AVX512F__ /* compilers otherwise stop at half of its registers' width */
 #pragma GCC target("prefer-vector-width=512")
 #endif
 
-enum { PIECE = 1024, NOISE_BLOCK = 32 };
+enum { PIECE = 1024, BLOCK = 32 };
 
 /* 2^t for t <= 0, to two units in the last place; 0 below 2^-126, so that a forbidden token (t = -inf) has none.
  * The polynomial is that of Cephes' exp2f. */
@@ -160,6 +161,108 @@ void specwire_draw(const float *x, size_t stride, size_t vocab, const int64_t *r
     }
 }
 
+typedef struct {
+    float x;
+    int32_t id;
+} candidate;
+
+static int likelier(const void *left, const void *right) {
+    const candidate *a = left, *b = right;
+    return a->x != b->x ? (a->x < b->x) - (a->x > b->x) : a->id - b->id;
+}
+
+static int earlier(const void *left, const void *right) {
+    return ((const candidate *)left)->id - ((const candidate *)right)->id;
+}
+
+static float largest_of(const float *x, size_t from, size_t end) {
+    float largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+    for (size_t i = from; i < end; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
+/* What top-k, top-p and min-p leave of one row, into `kept`, likeliest first; returns how many. Only tokens above
+ * some level are ranked, which is lowered until it certainly is low enough; whole blocks of ids are below it. */
+static size_t truncate(const float *x, size_t vocab, float top, float rate, double mass, int64_t top_k, double top_p,
+                       float min_p, candidate *kept) {
+    const int counted = top_k > 0 && (size_t)top_k < vocab, nuclear = !counted && top_p < 1.0;
+    const size_t num_blocks = (vocab + BLOCK - 1) / BLOCK;
+    float largest[num_blocks];
+    for (size_t block = 0; block < num_blocks; block++) {
+        const size_t at = block * BLOCK, end = at + BLOCK < vocab ? at + BLOCK : vocab;
+        largest[block] = largest_of(x, at, end);
+    }
+    float bound = top;
+    for (float octaves = 2.0f;; octaves *= 1.25f) {
+        bound = octaves > 128.0f ? -INFINITY : top - octaves / rate;
+        int64_t num = 0;
+        double held = 0.0;
+        for (size_t block = 0; block < num_blocks && (counted || nuclear); block++) {
+            if (!(largest[block] >= bound)) continue;
+            const size_t at = block * BLOCK, end = at + BLOCK < vocab ? at + BLOCK : vocab;
+            float sum = 0.0f;
+            if (counted)
+                for (size_t i = at; i < end; i++) num += x[i] >= bound;
+            else
+#pragma omp simd reduction(+ : sum)
+                for (size_t i = at; i < end; i++) sum += x[i] >= bound ? power((x[i] - top) * rate) : 0.0f;
+            held += sum;
+        }
+        if (bound == -INFINITY ||
+            (counted ? num >= top_k : nuclear ? held >= top_p * mass : exp2f(-octaves) < 0.99f * min_p))
+            break;
+    }
+    size_t num = 0;
+    for (size_t block = 0; block < num_blocks; block++) {
+        if (!(largest[block] >= bound)) continue;
+        for (size_t i = block * BLOCK; i < (block + 1) * BLOCK && i < vocab; i++)
+            if (x[i] >= bound) kept[num++] = (candidate){x[i], (int32_t)i};
+    }
+    qsort(kept, num, sizeof *kept, likelier);
+    if (counted && num > (size_t)top_k) num = (size_t)top_k;
+    double total = mass, before = 0.0;
+    if (counted) {
+        total = 0.0;
+        for (size_t i = 0; i < num; i++) total += power((kept[i].x - top) * rate);
+    }
+    for (size_t i = 0; i < num; i++) {
+        const float weight = power((kept[i].x - top) * rate);
+        if (i > 0 && ((top_p < 1.0 && !(before < top_p * total)) || weight < min_p || weight == 0.0f)) return i;
+        before += weight;
+    }
+    return num;
+}
+
+/* For each of n rows: how many tokens are left, and all of them in ascending order with their p where they are
+ * no more than `most`; ids and probs are [n, most]. */
+void specwire_truncate(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n, const float *rate,
+                       const float *top, const double *mass, const int64_t *top_k, const double *top_p,
+                       const float *min_p, const int64_t *most, int64_t *counts, int64_t *ids, float *probs,
+                       int threads) {
+#pragma omp parallel num_threads(threads) if (n * vocab > 1 << 15)
+    {
+        candidate *kept = malloc(vocab * sizeof *kept);
+#pragma omp for schedule(dynamic)
+        for (size_t r = 0; r < n; r++) {
+            counts[r] = 0;
+            if (!kept || !isfinite(top[r])) continue;
+            const size_t num = truncate(x + (size_t)rows[r] * stride, vocab, top[r], rate[r], mass[r], top_k[r],
+                                        top_p[r], min_p[r], kept);
+            counts[r] = (int64_t)num;
+            if (num > (size_t)*most) continue;
+            double total = 0.0;
+            for (size_t i = 0; i < num; i++) total += power((kept[i].x - top[r]) * rate[r]);
+            qsort(kept, num, sizeof *kept, earlier);
+            for (size_t i = 0; i < num; i++) {
+                ids[r * (size_t)*most + i] = kept[i].id;
+                probs[r * (size_t)*most + i] = (float)(power((kept[i].x - top[r]) * rate[r]) / total);
+            }
+        }
+        free(kept);
+    }
+}
+
 /* `shared.randomness.philox`: the first three words. */
 static inline void philox(uint64_t seed, uint64_t position, uint32_t purpose, uint32_t last, uint32_t out[3]) {
     uint32_t c0 = (uint32_t)position, c1 = last, c2 = purpose, c3 = (uint32_t)(position >> 32);
@@ -191,8 +294,8 @@ typedef struct {
 
 static void look_into(const float *x, size_t vocab, float top, float rate, uint64_t seed, uint64_t position,
                       uint32_t purpose, size_t block, double smallest, uint32_t place, choice *best) {
-    const size_t at = block * NOISE_BLOCK;
-    for (size_t i = 0; i < NOISE_BLOCK && at + i < vocab; i++) {
+    const size_t at = block * BLOCK;
+    for (size_t i = 0; i < BLOCK && at + i < vocab; i++) {
         const double weight = power((x[at + i] - top) * rate);
         if (!(weight > 0.0) || smallest / weight >= best->ratio) continue;
         double noise = smallest;
@@ -209,24 +312,21 @@ static void look_into(const float *x, size_t vocab, float top, float rate, uint6
 static int64_t coupled_choice(const float *x, size_t vocab, float top, int64_t likeliest, float rate, uint64_t seed,
                               uint64_t position, uint32_t purpose) {
     choice best = {INFINITY, likeliest};
-    const size_t num_blocks = (vocab + NOISE_BLOCK - 1) / NOISE_BLOCK, first = (size_t)likeliest / NOISE_BLOCK;
+    const size_t num_blocks = (vocab + BLOCK - 1) / BLOCK, first = (size_t)likeliest / BLOCK;
     uint32_t words[3];
     philox(seed, position, purpose, (uint32_t)first, words);
-    look_into(x, vocab, top, rate, seed, position, purpose, first, -log(open_uniform(words)) / NOISE_BLOCK,
-              words[2] % NOISE_BLOCK, &best);
+    look_into(x, vocab, top, rate, seed, position, purpose, first, -log(open_uniform(words)) / BLOCK,
+              words[2] % BLOCK, &best);
     for (size_t block = 0; block < num_blocks; block++) {
-        const size_t at = block * NOISE_BLOCK, end = at + NOISE_BLOCK < vocab ? at + NOISE_BLOCK : vocab;
-        float largest = -INFINITY;
-#pragma omp simd reduction(max : largest)
-        for (size_t i = at; i < end; i++) largest = x[i] > largest ? x[i] : largest;
-        const double weight = power((largest - top) * rate);
+        const size_t at = block * BLOCK, end = at + BLOCK < vocab ? at + BLOCK : vocab;
+        const double weight = power((largest_of(x, at, end) - top) * rate);
         if (block == first || !(weight > 0.0)) continue;
         philox(seed, position, purpose, (uint32_t)block, words);
         const double uniform = open_uniform(words);
         /* Its smallest ratio is -log(uniform) / (32 weight), and -log(u) >= 1 - u. */
-        if (1.0 - uniform > best.ratio * weight * NOISE_BLOCK) continue;
-        look_into(x, vocab, top, rate, seed, position, purpose, block, -log(uniform) / NOISE_BLOCK,
-                  words[2] % NOISE_BLOCK, &best);
+        if (1.0 - uniform > best.ratio * weight * BLOCK) continue;
+        look_into(x, vocab, top, rate, seed, position, purpose, block, -log(uniform) / BLOCK,
+                  words[2] % BLOCK, &best);
     }
     return best.id;
 }

@@ -31,8 +31,8 @@ _LEAST_GAIN = 1e-3  # tokens; what brings less is not worth looking at, whatever
 
 MOST = 8
 _TOKENS_A_ROUND = 2.5
-_LOWEST = -7  # log2 of the lowest price: on a big model rows are nearly free
-_BLOCK, _LEAVES, _CONTEXT, _REPEATS = 9, 16, 48, 8
+_LOWEST = -8  # log2 of the lowest price: on a big model rows are nearly free
+_BLOCK, _LEAVES, _CONTEXT, _REPEATS = 9, 16, 48, 12
 
 
 class Forward(Protocol):

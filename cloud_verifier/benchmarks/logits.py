@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--prompts", type=Path, help="Spec-Bench questions; default: a built-in set")
     parser.add_argument("--precision", default="int4", help="of the built-in draft")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--positions", type=int, default=32, help="recorded for each prompt")
     parser.add_argument("--k", type=int, nargs="+", default=[3, 5, 8])
     parser.add_argument("--codec-positions", type=int, default=208, help="that every codec is tried on")
@@ -237,8 +237,10 @@ def _rate_distortion(
 
 
 def _overlap_with_tail(q: list[Logits], p: list[Logits]) -> float:
-    """Mean overlap if the default codec had one more weight, for a unigram prior over the ids it leaves out: the
-    mean of q over the other positions, which flatters it."""
+    """Mean overlap if the default codec had one more weight, for a unigram prior over the ids it leaves out.
+
+    The prior is the mean of q over the other positions, which flatters it.
+    """
     codec, everything = get_codec(DEFAULT_CODEC), np.sum(q, axis=0, dtype=np.float64)
     overlaps = []
     for draft, target in zip(q, p, strict=True):

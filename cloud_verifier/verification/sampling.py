@@ -100,7 +100,7 @@ def _draw_sparse(target: TargetProbs, residuals: Residuals) -> torch.Tensor:
     counts = torch.bincount(slots, minlength=num)
     rank = torch.arange(len(slots), device=slots.device) - (counts.cumsum(0) - counts)[slots]
     # [n, most tokens left]: padding changes no row's sums, so that a row's draw depends on itself alone.
-    shape = (num, int(counts.amax()))
+    shape = (num, max(int(counts.amax()), 1))  # a row that is not finite has none
     padded, padded_ids = rest.new_zeros(shape), ids.new_zeros(shape)
     padded[slots, rank], padded_ids[slots, rank] = rest, ids
     whole = torch.zeros_like(padded)

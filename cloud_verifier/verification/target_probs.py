@@ -28,7 +28,7 @@ class TargetProbs:
         self._index = rows.device_index()
         self._temperature = torch.from_numpy(params.temperature).to(rows.device)
         if params.truncates(rows.vocab_size).any():
-            self.sparse = truncated_probs(rows.take(), rows.top, params.without_cold(), rows.mass)
+            self.sparse = _truncated(rows)
             self._keys = self.sparse.rows * rows.vocab_size + self.sparse.ids
 
     def at(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -51,3 +51,14 @@ class TargetProbs:
         """float32 [n, V]: such rows relative to their likeliest token."""
         shifted = self.rows.logits[self._index[rows]].float() - self.rows.top[rows, None]
         return shifted.div_(self._temperature[rows, None]).exp_()
+
+
+def _truncated(rows: Rows) -> SparseRows:
+    params = rows.params.without_cold()
+    if rows.kernel is None:
+        return truncated_probs(rows.take(), rows.top, params, rows.mass)
+    cuts = (params.top_k, params.top_p, params.min_p)
+    found = rows.kernel.truncate(
+        rows.logits, rows.index, params.rate(), rows.top.numpy(), rows.mass.numpy(), cuts
+    )
+    return SparseRows(*(torch.from_numpy(array) for array in found))

@@ -115,6 +115,53 @@ def test_what_p_does_not_leave_is_never_drawn_and_equal_distributions_give_p(ker
     assert set(drawn(kernel, logits, rows, 1.0, scale, [equal] * 101, uniform).tolist()) == {7, 1500}
 
 
+CUTS = [
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 900},
+    {"top_p": 0.9},
+    {"top_p": 0.9999},
+    {"min_p": 0.05},
+    {"min_p": 1e-6},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.02},
+    {"top_p": 0.95, "min_p": 0.001},
+]
+
+
+@pytest.mark.parametrize("width", [5, 1025, 20_000])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_truncated_rows_are_those_of_the_edge(kernel, cut, width):
+    rng = np.random.default_rng(width)
+    logits = some_logits(rng, 6, width)
+    logits[1] = logits[1].round()  # equals are kept from the lowest id on
+    logits[2] = 0.0
+    rows, sampling = np.array([4, 1, 2, 0]), SamplingParams(temperature=0.7, **cut)
+    rate = rate_of(0.7, 4)
+    top, _, mass = kernel.summary(logits, rows, rate)
+    cuts = (
+        np.full(4, sampling.top_k),
+        np.full(4, sampling.top_p),
+        np.full(4, sampling.min_p, np.float32),
+    )
+    at, ids, probs = kernel.truncate(logits, rows, rate, top, mass, cuts)
+    actual = np.zeros((4, width))
+    actual[at, ids] = probs
+    keys = at * width + ids
+    assert (np.diff(keys) > 0).all()
+    expected = np.array([probabilities(logits[row].numpy(), sampling) for row in rows])
+    # A token at the very edge of a nucleus may fall on its other side by rounding.
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=5e-6)
+
+
+def test_a_row_that_is_not_finite_leaves_nothing(kernel):
+    logits = some_logits(np.random.default_rng(5), 3, 100)
+    logits[1, 3] = np.nan
+    rows, rate = np.arange(3), rate_of(1.0, 3)
+    top, _, mass = kernel.summary(logits, rows, rate)
+    cuts = (np.full(3, 4), np.ones(3), np.zeros(3, np.float32))
+    assert np.bincount(kernel.truncate(logits, rows, rate, top, mass, cuts)[0]).tolist() == [4, 0, 4]
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_coupled_choice_is_that_of_both_sides(kernel, width):
     rng = np.random.default_rng(width)

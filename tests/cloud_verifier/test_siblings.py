@@ -93,7 +93,7 @@ class Metered:
         return torch.zeros(1, 1)
 
 
-@pytest.mark.parametrize(("row_s", "price"), [(0.0, 2**-7), (0.001, 1 / 16), (0.01, 1 / 4)])
+@pytest.mark.parametrize(("row_s", "price"), [(0.0, 2**-8), (0.001, 1 / 16), (0.01, 1 / 4)])
 def test_the_price_follows_what_a_row_costs(model, monkeypatch, row_s, price):
     metered = Metered(model, 0.03, row_s)
     monkeypatch.setattr("time.perf_counter", lambda: metered.now)
