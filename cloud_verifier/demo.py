@@ -81,9 +81,10 @@ async def _run(
     from edge_client.connection import Verifier
     from edge_client.controller import FixedController, Plan
     from edge_client.draft_model import DraftModel
-    from edge_client.generate import Conversation, SessionSettings
+    from edge_client.generate import Conversation
     from edge_client.manifest import TOKENIZER_NAME
     from edge_client.results import Emission
+    from edge_client.settings import SessionSettings
     from edge_client.text_stream import TextStream
     from shared.messages import SamplingParams
 

@@ -9,10 +9,10 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -22,7 +22,8 @@ from edge_client.controller import Controller, Plan
 from edge_client.drafting import Block, Drafter, Model, NoModel
 from edge_client.results import Emission, Loss, Origin, Result, Round, Tally
 from edge_client.session import DisconnectedError, RemoteSession, Reply, Traffic
-from shared.codecs import CODECS, DEFAULT_CODEC, get_codec
+from edge_client.settings import SessionSettings
+from shared.codecs import DEFAULT_CODEC, get_codec
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import (
     Append,
@@ -32,38 +33,8 @@ from shared.messages import (
     Generate,
     Open,
     SamplingParams,
-    TokenizerIdentity,
     Verdict,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSettings:
-    """What stays the same for all answers of a conversation.
-
-    Args:
-        codec, verification: empty takes the verifier's first choice that is known here.
-        edge_only_fallback: the draft may go on alone when no verifier can be reached.
-    """
-
-    tokenizer: TokenizerIdentity
-    eos_ids: tuple[int, ...]
-    codec: str = DEFAULT_CODEC
-    verification: str = "token"
-    max_block: int = 32
-    logprobs: int = 0
-    num_siblings: int = 8  # alternatives to a drafted token that the verifier may try; see proto
-    client: str = ""
-    edge_only_fallback: bool = False
-
-    def agreed(self, description: Description) -> SessionSettings:
-        """With what was left to the verifier, which serves what `description` says."""
-        codec = self.codec or _first("codec", description.codecs, CODECS)
-        verification = self.verification or _first("verification", description.verifications)
-        # Coupled verification reads no distributions, so none are sent.
-        if verification == "coupled" and "tokens" in description.codecs:
-            codec = "tokens"
-        return replace(self, codec=codec, verification=verification)
 
 
 class Conversation:
@@ -452,15 +423,3 @@ def _origins(num_drafted: int, num_accepted: int, num_beyond: int) -> tuple[Orig
     first = Origin.BONUS if num_accepted == num_drafted else Origin.RECOVERED
     beyond = (first, *(Origin.SIBLING,) * (num_beyond - 1)) if num_beyond else ()
     return (Origin.ACCEPTED,) * num_accepted + beyond
-
-
-def _first(what: str, offered: tuple[str, ...], known: Collection[str] | None = None) -> str:
-    """The verifier's first choice that this client knows."""
-    choices = [name for name in offered if known is None or name in known]
-    if not choices:
-        raise SpecwireError(
-            FaultKind.PROTOCOL_MISMATCH,
-            f"The verifier offers no {what} that this client knows ({', '.join(offered) or 'none'}).",
-            "Install the same Specwire version on both sides.",
-        )
-    return choices[0]

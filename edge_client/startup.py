@@ -14,9 +14,10 @@ from tokenizers import Tokenizer
 
 from edge_client.alone import is_lost
 from edge_client.connection import Patience, Verifier
-from edge_client.generate import Conversation, SessionSettings
+from edge_client.generate import Conversation
 from edge_client.manifest import TOKENIZER_NAME, DraftManifest, read_manifest
 from edge_client.options import Options
+from edge_client.settings import SessionSettings
 from edge_client.version import package_version
 from shared.config import cache_dir
 from shared.faults import FaultKind, SpecwireError

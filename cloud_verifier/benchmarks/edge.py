@@ -14,9 +14,10 @@ from edge_client.chat_template import render
 from edge_client.connection import Verifier
 from edge_client.controller import Controller
 from edge_client.draft_model import DraftModel
-from edge_client.generate import Conversation, SessionSettings
+from edge_client.generate import Conversation
 from edge_client.manifest import TOKENIZER_NAME
 from edge_client.results import Emission, Result
+from edge_client.settings import SessionSettings
 from shared.messages import Description, SamplingParams
 
 

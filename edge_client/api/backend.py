@@ -15,9 +15,10 @@ from edge_client.api.turnstile import SharedModel, Turnstile
 from edge_client.connection import Verifier
 from edge_client.controller import Controller
 from edge_client.draft_model import DraftModel
-from edge_client.generate import Conversation, SessionSettings
+from edge_client.generate import Conversation
 from edge_client.manifest import DraftManifest, read_manifest
 from edge_client.options import Options
+from edge_client.settings import SessionSettings
 from edge_client.startup import (
     ask,
     draft_folder,

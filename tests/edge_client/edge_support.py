@@ -14,8 +14,9 @@ from cloud_verifier.target_model import TargetModel
 from edge_client.connection import Patience, Verifier
 from edge_client.controller import Controller, FixedController, Plan
 from edge_client.draft_model import DraftModel
-from edge_client.generate import Conversation, SessionSettings
+from edge_client.generate import Conversation
 from edge_client.results import Emission, Result
+from edge_client.settings import SessionSettings
 from shared.messages import SamplingParams
 from shared.transport import Tls
 

@@ -14,8 +14,9 @@ from edge_client.connection import Patience, Verifier
 from edge_client.controller import FixedController, Plan
 from edge_client.draft_model import DraftModel
 from edge_client.drafting import Drafter
-from edge_client.generate import Conversation, SessionSettings
+from edge_client.generate import Conversation
 from edge_client.results import Emission, Loss, Origin, Result
+from edge_client.settings import SessionSettings
 from shared.codecs import get_codec
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import FinishReason, SamplingParams

@@ -13,8 +13,9 @@ from cloud_verifier.registry import EngineLimits
 from edge_client.connection import Verifier
 from edge_client.controller import FixedController, Plan
 from edge_client.draft_model import DraftModel
-from edge_client.generate import Conversation, SessionSettings
+from edge_client.generate import Conversation
 from edge_client.results import Emission, Origin
+from edge_client.settings import SessionSettings
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import FinishReason, SamplingParams
 

@@ -14,8 +14,9 @@ from edge_client.connection import Verifier
 from edge_client.controller import FixedController, Plan
 from edge_client.draft_model import DraftModel
 from edge_client.drafting import Model
-from edge_client.generate import Conversation, SessionSettings
+from edge_client.generate import Conversation
 from edge_client.results import Result
+from edge_client.settings import SessionSettings
 from shared.messages import SamplingParams
 
 GREEDY = SamplingParams()
