@@ -73,6 +73,7 @@ _AHEAD = (0, 1, 2, 3, 4, 6, 8, 12)
 _FIRST_K = 4
 _ADVANTAGE = 1.02  # a change must promise this much, so that noise does not make it flap
 _TRYING = 0.035  # share of its time that trying a draft which does not seem to pay may take
+_NEARLY = 0.25  # of what a trial costs may be missing after a stretch: asking for another costs more
 _TRIAL_K = 6
 _FIRST_PART = 3  # of a block, in the first; simulated links answer up to 2 % faster with it, and begin sooner
 _MIN_CLOUD_TOKENS = 32
@@ -198,7 +199,7 @@ class AutoController:
             missing = cost - self._known.saved_tokens
             # A few unlucky blocks must not silence a good draft, but after a stretch any may try.
             hopeful = hope > cloud or self._current.cloud_tokens
-            if missing > 0 or not hopeful:
+            if missing > (_NEARLY * cost if self._current.cloud_tokens else 0) or not hopeful:
                 stretch = min((missing if hopeful else cost) / _TRYING, _MAX_STRETCH_S * cloud)
                 self._cloud_left = max(int(stretch), _MIN_CLOUD_TOKENS)
                 self._current, self._expected = Plan(cloud_tokens=self._cloud_left), cloud
