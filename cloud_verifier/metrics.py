@@ -52,6 +52,9 @@ class Metrics(Observer):
         self._drafts = self._counter("spec_decode_num_drafts", "Blocks judged")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens judged")
         self._accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted")
+        self._sibling_tokens = self._counter(
+            "spec_decode_num_sibling_tokens", "Tokens that followed a recovered one in the same round"
+        )
         self._accepted_per_pos = self._counter(
             "spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens by their place in the block",
@@ -132,6 +135,7 @@ class Metrics(Observer):
             self._drafts.inc()
             self._draft_tokens.inc(num_drafted)
             self._accepted_tokens.inc(reply.num_accepted)
+            self._sibling_tokens.inc(max(len(reply.tokens) - 1, 0))
             for position in range(reply.num_accepted):
                 self._accepted_per_pos.labels(position=str(position)).inc()
 

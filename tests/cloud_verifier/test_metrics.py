@@ -24,6 +24,7 @@ PROMISED = [
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
     "spec_decode_num_accepted_tokens_per_pos_total",
+    "spec_decode_num_sibling_tokens_total",
     "time_to_first_token_seconds_count",
     "inter_token_latency_seconds_count",
     "num_requests_running",

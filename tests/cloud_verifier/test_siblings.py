@@ -10,6 +10,7 @@ import pytest
 import torch
 from verifier_support import Alone, Client, prompts, request, running
 
+from cloud_verifier.metrics import Metrics
 from cloud_verifier.siblings import MOST, SiblingRule, row_price, sibling_rule
 from cloud_verifier.target_model import TargetModel
 from shared.codecs import Distributions
@@ -240,7 +241,8 @@ def test_a_repeated_step_gets_the_token_after_the_sibling_again(model, alone):
     prompt = prompts(1, 20, seed=11)[0]
     truth = alone(prompt, 30)
     wrong = (truth[0] + 1) % 250
-    with running(model, siblings=SiblingRule(4)) as engine:
+    metrics = Metrics()
+    with running(model, siblings=SiblingRule(4), observer=metrics) as engine:
         client = Client(engine)
         client.open(request(prompt, 40, verification="greedy", num_siblings=4, logprobs=2))
         q = dist({wrong: 0.5, truth[0]: 0.5})
@@ -251,6 +253,7 @@ def test_a_repeated_step_gets_the_token_after_the_sibling_again(model, alone):
         client.ticket.submit(block, q)
         assert client.get() == verdict
         assert client.generate(20) == truth[2:22]
+    assert metrics.registry.get_sample_value("specwire_spec_decode_num_sibling_tokens_total") == 1
 
 
 def test_penalties_after_a_sibling_count_the_recovered_token(model):
