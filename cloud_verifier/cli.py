@@ -123,6 +123,9 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option(help="text or json (one object a line).")] = "text",
     log_prompts: Annotated[bool, typer.Option(help="Write the text of prompts to the log.")] = False,
+    stop_with_stdin: Annotated[
+        bool, typer.Option(help="Stop when standard input ends: for a program that starts this one.")
+    ] = False,
 ) -> None:
     """Serve a target model to edge clients until interrupted."""
     _set_up_logging(log_level, log_format)
@@ -156,7 +159,7 @@ def serve(
     def load() -> TargetModel:
         return load_target(target, device, dtype, kv_cache_bytes, threads, max_context or None)
 
-    asyncio.run(_serve(config, siblings, load, authenticator, metrics_listen))
+    asyncio.run(_serve(config, siblings, load, authenticator, metrics_listen, stop_with_stdin))
 
 
 async def _serve(
@@ -165,6 +168,7 @@ async def _serve(
     load: Callable[[], TargetModel],
     authenticator: Authenticator,
     metrics_listen: str,
+    stop_with_stdin: bool,
 ) -> None:
     from cloud_verifier.http import operator_port
     from cloud_verifier.metrics import Metrics
@@ -176,6 +180,14 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    if stop_with_stdin:
+
+        def read() -> None:
+            if not sys.stdin.buffer.read1():
+                loop.remove_reader(sys.stdin)
+                stop.set()
+
+        loop.add_reader(sys.stdin, read)
     async with contextlib.AsyncExitStack() as stack:
         if metrics_listen:
             stack.enter_context(

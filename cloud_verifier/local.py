@@ -19,16 +19,19 @@ _STOP_TIMEOUT_S = 15.0
 
 @contextlib.contextmanager
 def local_verifier(*options: str, timeout_s: float = 300.0) -> Iterator[str]:
-    """Runs `cloud-verifier serve` in plain text on a free loopback port; yields its address.
+    """Runs `cloud-verifier serve` in plain text on a free loopback port; yields its address. It ends with this
+    process, however that ends.
 
     Raises:
         SpecwireError: UNAVAILABLE with the last lines of its log when it does not come up.
     """
     command = [sys.executable, "-c", "from cloud_verifier.cli import main; main()"]
-    command += ["serve", "--insecure", "--listen", "127.0.0.1:0", *options]
+    command += ["serve", "--insecure", "--listen", "127.0.0.1:0", "--stop-with-stdin", *options]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
     ):
         try:
             yield _wait_for_address(process, log, timeout_s)

@@ -5,8 +5,10 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -85,6 +87,24 @@ def test_serve_answers_probes_and_ends_at_sigterm(tiny_target: Path):
             process.kill()
     assert process.returncode == 0
     assert "Traceback" not in errors
+
+
+def test_a_local_verifier_ends_with_the_program_that_started_it(tiny_target: Path):
+    program = (
+        "import sys, time\nfrom cloud_verifier.local import local_verifier\n"
+        f"with local_verifier('--target', {str(tiny_target)!r}) as address:\n"
+        "    print(address, flush=True)\n    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        host, _, port = process.stdout.readline().strip().rpartition(":")
+        socket.create_connection((host, int(port))).close()
+        process.kill()
+    deadline = time.monotonic() + 30
+    with pytest.raises(ConnectionRefusedError):
+        while time.monotonic() < deadline:
+            socket.create_connection((host, int(port))).close()
+            time.sleep(0.1)
 
 
 @pytest.mark.parametrize("target", ["/no/such/folder", "no-such-name"])
