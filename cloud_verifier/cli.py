@@ -183,7 +183,7 @@ async def _serve(
     if stop_with_stdin:
 
         def read() -> None:
-            if not sys.stdin.buffer.read1():
+            if not os.read(sys.stdin.fileno(), 4096):
                 loop.remove_reader(sys.stdin)
                 stop.set()
 
