@@ -89,12 +89,14 @@ class Verifier:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._closing:
-            await asyncio.wait(self._closing, timeout=_CLOSING_S)
-        channels = list(self._channels.values())
-        self._channels.clear()
-        for channel in channels:
-            await channel.close(None)
+        try:
+            if self._closing:
+                await asyncio.wait(self._closing, timeout=_CLOSING_S)
+        finally:
+            channels = list(self._channels.values())
+            self._channels.clear()
+            for channel in channels:
+                await channel.close(None)
 
     async def describe(self) -> Description:
         """What the first address that answers serves.

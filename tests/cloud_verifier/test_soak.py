@@ -1,13 +1,15 @@
 """Many restless edge clients on two verifiers, one of which is killed again and again.
 
 `make soak` runs it for five minutes; SPECWIRE_SOAK_S sets another duration. Every answer that is finished
-must be the text that the target writes alone, and nothing may be left behind.
+must be the text that the target writes alone, and nothing may be left behind: no session, slot, task or
+descriptor, and after the first third of the time no more memory than `MAX_GROWTH_BYTES`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import re
@@ -16,6 +18,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 from verifier_support import Alone, prompts
@@ -32,6 +35,9 @@ from shared.messages import SamplingParams
 DURATION_S = float(os.environ.get("SPECWIRE_SOAK_S", "30"))
 PERIOD_S = min(20.0, DURATION_S / 3)
 NUM_CLIENTS = 32
+MAX_GROWTH_BYTES = 8 << 20
+WARM_UP_S = 5.0
+REST_S = 16.0  # twice the idle timeout and the period in which it is looked for
 PROMPTS = prompts(12, 24, seed=40)
 
 
@@ -46,7 +52,6 @@ class Process:
 
     def __init__(self, target: Path) -> None:
         self.port, self.metrics_port = free_port(), free_port()
-        self.memory_bytes: list[int] = []  # since it was last started
         self._target = target
         self._process: asyncio.subprocess.Process | None = None
 
@@ -66,7 +71,6 @@ class Process:
         assert self._process.stdout is not None
         line = await asyncio.wait_for(self._process.stdout.readline(), 240)
         assert line.startswith(b"Serving"), line
-        self.memory_bytes.clear()
 
     async def kill(self) -> None:
         assert self._process is not None
@@ -74,16 +78,24 @@ class Process:
             self._process.kill()
         await self._process.wait()
 
-    def sample(self) -> None:
+    @property
+    def pid(self) -> int:
         assert self._process is not None
-        statm = Path(f"/proc/{self._process.pid}/statm").read_text().split()
-        self.memory_bytes.append(int(statm[1]) * os.sysconf("SC_PAGE_SIZE"))
+        return self._process.pid
 
     def metric(self, name: str) -> float:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30) as response:
             found = re.search(rf"^specwire_{name} (\S+)$", response.read().decode(), re.MULTILINE)
         assert found is not None
         return float(found[1])
+
+    def assert_at_rest(self) -> None:
+        """No session is left, and no slot is held but by the prefix cache."""
+        assert self.metric("num_sessions_known") == 0
+        assert self.metric("num_requests_running") == 0
+        assert self.metric("num_requests_waiting") == 0
+        assert self.metric("kv_cache_usage_perc") == self.metric("prefix_cache_usage_perc")
+        assert self.metric('faults_total{kind="internal"}') == 0
 
 
 @contextlib.asynccontextmanager
@@ -150,8 +162,62 @@ class Restless:
         return None
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+class Footprint:
+    """What a process holds, looked at once a second: resident memory, descriptors, threads."""
+
+    def __init__(self, pid: int) -> None:
+        self._folder = Path(f"/proc/{pid}")
+        self.memory_bytes: list[int] = []
+
+    def sample(self) -> None:
+        pages = (self._folder / "statm").read_text().split()[1]
+        self.memory_bytes.append(int(pages) * os.sysconf("SC_PAGE_SIZE"))
+
+    @property
+    def num_descriptors(self) -> int:
+        return sum(1 for _ in (self._folder / "fd").iterdir())
+
+    @property
+    def num_threads(self) -> int:
+        return sum(1 for _ in (self._folder / "task").iterdir())
+
+    @property
+    def growth_bytes(self) -> int:
+        """From the second third to the last, by their medians; the first is for warming up."""
+        third = len(self.memory_bytes) // 3
+        return int(median(self.memory_bytes[-third:]) - median(self.memory_bytes[third : 2 * third]))
+
+
+async def rest() -> None:
+    """Until verifiers have forgotten who left, and Python what refers to itself."""
+    await asyncio.sleep(REST_S / 2)
+    gc.collect()
+    await asyncio.sleep(REST_S / 2)
+
+
+class Crowd:
+    """All the clients at once."""
+
+    def __init__(self, addresses: list[str], drafts: list[DraftModel], alone: Alone) -> None:
+        self.clients = [Restless(i, addresses, draft, alone) for i, draft in enumerate(drafts)]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @contextlib.asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        self._tasks = [asyncio.create_task(client.live()) for client in self.clients]
+        try:
+            yield
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._tasks.clear()
+
+    def check(self) -> None:
+        """Raises what a client found to be wrong."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
 
 
 @pytest.mark.slow
@@ -160,48 +226,44 @@ async def test_soak(tiny_target: Path, tiny_draft: Path):
     alone = Alone(TargetModel.load(str(tiny_target), dtype="float32", num_slots=512))
     drafts = [DraftModel.load(tiny_draft, threads=1) for _ in range(NUM_CLIENTS)]
     loop = asyncio.get_running_loop()
-    async with two_verifiers(tiny_target) as processes:
-        addresses = [f"127.0.0.1:{process.port}" for process in processes]
-        clients = [Restless(i, addresses, draft, alone) for i, draft in enumerate(drafts)]
-        tasks = [asyncio.create_task(client.live()) for client in clients]
-        own_memory: list[int] = []
+    async with two_verifiers(tiny_target) as (mortal, lasting):
+        addresses = [f"127.0.0.1:{process.port}" for process in (mortal, lasting)]
+        verifier, own = Footprint(lasting.pid), Footprint(os.getpid())
+        async with Crowd(addresses, drafts, alone).at_work():
+            await asyncio.sleep(WARM_UP_S)  # what gRPC and the allocators keep for good is there after that
+        await rest()
+        num_tasks = len(asyncio.all_tasks())
+        held = own.num_descriptors, verifier.num_descriptors, verifier.num_threads
+        crowd = Crowd(addresses, drafts, alone)
         num_kills = 0
         end = loop.time() + DURATION_S
-        while loop.time() < end:
-            next_kill = loop.time() + PERIOD_S
-            while loop.time() < next_kill:
-                await asyncio.sleep(1)
-                own_memory.append(resident_bytes())
-                for process in processes:
-                    process.sample()
-                for task in tasks:
-                    if task.done():
-                        task.result()  # an answer that was not what it should be
-            if loop.time() < end:
-                victim = processes[num_kills % 2]
-                await victim.kill()
-                await victim.start()
-                num_kills += 1
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(10)  # the idle timeout, and the period in which it is looked for
-        for process in processes:
-            assert process.metric("num_requests_running") == 0
-            assert process.metric("num_requests_waiting") == 0
-            assert process.metric('faults_total{kind="internal"}') == 0
-            _assert_flat(process.memory_bytes)
-        _assert_flat(own_memory)
-    finished = sum(client.num_finished for client in clients)
-    given_up = sum(client.num_given_up for client in clients)
-    print(f"{finished} answers, {num_kills} kills, {given_up} visits given up")
+        async with crowd.at_work():
+            while loop.time() < end:
+                next_kill = loop.time() + PERIOD_S
+                while loop.time() < next_kill:
+                    await asyncio.sleep(1)
+                    verifier.sample()
+                    own.sample()
+                    crowd.check()
+                if loop.time() < end:
+                    await mortal.kill()
+                    await mortal.start()
+                    num_kills += 1
+        await rest()
+        finished = sum(client.num_finished for client in crowd.clients)
+        given_up = sum(client.num_given_up for client in crowd.clients)
+        print(
+            f"{finished} answers, {num_kills} kills, {given_up} visits given up; resident memory grew by "
+            f"{verifier.growth_bytes / 2**20:.1f} MiB in the verifier that lived on, by "
+            f"{own.growth_bytes / 2**20:.1f} MiB in the clients"
+        )
+        for process in (mortal, lasting):
+            process.assert_at_rest()
+        assert len(asyncio.all_tasks()) <= num_tasks
+        now = own.num_descriptors, verifier.num_descriptors, verifier.num_threads
+        assert all(a <= b for a, b in zip(now, held, strict=True)), (now, held)
+        assert verifier.growth_bytes < MAX_GROWTH_BYTES
+        assert own.growth_bytes < MAX_GROWTH_BYTES
     assert finished > NUM_CLIENTS
     assert num_kills
     assert given_up == 0
-
-
-def _assert_flat(memory_bytes: list[int]) -> None:
-    """After the first third, in which everything grows to its size, memory stays within a fifth."""
-    later = memory_bytes[len(memory_bytes) // 3 :]
-    if len(later) >= 5:
-        assert later[-1] < 1.2 * later[0] + (32 << 20)
