@@ -37,7 +37,7 @@ class Chat:
         self._system = system
         self._always_stats = stats
         self._sampling = client.options.sampling()
-        self._controller = client.options.controller(client.reached)
+        self._controller = client.options.controller(client.reached, client.estimates)
         self._conversation: Conversation = client.conversation()
         self._messages: list[dict[str, str]] = self._start()
         self._last: Result | None = None

@@ -128,7 +128,7 @@ async def _run(
                 client.manifest, client.tokenizer, [*messages, {"role": "user", "content": text}]
             )
         terminal.legend()
-        controller = options.controller(client.reached)
+        controller = options.controller(client.reached, client.estimates)
         async with client.conversation() as conversation:
             events = conversation.answer(
                 tokens,

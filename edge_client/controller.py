@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from edge_client.estimates import Estimates
+from edge_client.estimates import Estimates, Pace
 from edge_client.results import Round
 
 
@@ -107,6 +107,7 @@ class AutoController:
         self._known = Estimates() if estimates is None else estimates
         self._current = Plan(min(_FIRST_K, max_k))
         self._expected = 0.0
+        self._pace = Pace()
         self._cloud_left = 0  # messages of a cloud-only stretch still to come
         if self._known.enough:
             self._choose()
@@ -115,7 +116,10 @@ class AutoController:
         return self._current
 
     def observe(self, done: Round) -> None:
-        self._known.add(done)
+        if done.num_drafted:
+            self._known.add(done)
+        else:
+            self._known.cloud_step_s = self._pace.add(done.round_trip_s) or self._known.cloud_step_s
         if done.since_last_s:
             saved = (1 + _TRYING) * _num_tokens(done) - done.since_last_s * self._cloud_speed()
             self._known.saved_tokens = min(self._known.saved_tokens + saved, _MAX_SAVED_TOKENS)

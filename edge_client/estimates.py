@@ -12,6 +12,7 @@ from edge_client.results import Round
 
 _DECAY = 0.9  # weight of what was known of a duration, each round
 _ACCEPTANCE_DECAY = 0.98  # slower: whether a token is kept is one bit, a duration is many
+_FEW = 5  # tokens of a stretch that say how fast the verifier writes
 _PRIOR_ACCEPTANCE, _PRIOR_TOKENS = 0.8, 3.0
 _POSITION_TOKENS = 12.0  # trials at a position that count as much as all other positions together
 
@@ -70,6 +71,25 @@ class Line:
         return min(max(slope, 0.0), mean_y / max(mean_x, 1.0))
 
 
+class Pace:
+    """From one token to the next while the verifier writes alone, over a whole stretch.
+
+    Where the network hands tokens over in bursts, a few of them say nothing.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: list[float] = []
+
+    def add(self, since_asked_s: float) -> float:
+        """Seconds a token so far; 0 while too few have come."""
+        if self._arrivals and since_asked_s < self._arrivals[-1]:
+            self._arrivals.clear()  # another stretch was asked for
+        self._arrivals.append(since_asked_s)
+        if len(self._arrivals) < _FEW:
+            return 0.0
+        return (self._arrivals[-1] - self._arrivals[0]) / (len(self._arrivals) - 1)
+
+
 class Acceptance:
     """The chance that a drafted token is kept when those before it were.
 
@@ -109,7 +129,6 @@ class Acceptance:
 
 
 _CREDIT_TOKENS = 16.0  # what an unknown draft may lose at first: more often than not it pays
-_FEW = 5  # tokens of a stretch that say how fast the verifier writes
 # Of a pass nearly all is the reading of the weights, once, whatever the number of tokens.
 _PASS_SHARE = 0.03
 
@@ -137,7 +156,6 @@ class Estimates:
         self.cloud_step_s = 0.0  # from one token to the next while the verifier writes alone; 0: not seen
         self.saved_tokens = _CREDIT_TOKENS  # by drafting, against the verifier alone; below 0: lost
         self.acceptance = Acceptance()
-        self._stretch: list[float] = []  # arrivals of what it writes alone
         if round_trip_s > 0:
             self.network.add(0, round_trip_s)
         if forward_s > 0:
@@ -149,11 +167,7 @@ class Estimates:
         return self.network.known and (self.alone.judge.known or self.overlapped.judge.known)
 
     def add(self, done: Round) -> None:
-        """One round of an answer, in the order in which they came."""
-        if not done.num_drafted:
-            self._add_cloud(done.round_trip_s)
-            return
-        self._stretch.clear()
+        """One block and its verdict."""
         self.acceptance.add(done.num_drafted, done.num_accepted)
         mode = self.overlapped if done.more or done.num_before else self.alone
         if done.prompt_s:  # reading a prompt says nothing about the rounds to come
@@ -168,11 +182,3 @@ class Estimates:
         self.network.add(done.num_drafted, max(done.round_trip_s - queue_s - judged_s, 0.0))
         if not done.num_before:  # others wait behind our own earlier blocks, which the model knows of
             self.queue.add(queue_s)
-
-    def _add_cloud(self, since_asked_s: float) -> None:
-        """A whole stretch is averaged: where the network hands tokens over in bursts, few say nothing."""
-        if self._stretch and since_asked_s < self._stretch[-1]:
-            self._stretch.clear()  # another stretch was asked for
-        self._stretch.append(since_asked_s)
-        if len(self._stretch) >= _FEW:
-            self.cloud_step_s = (self._stretch[-1] - self._stretch[0]) / (len(self._stretch) - 1)

@@ -19,6 +19,7 @@ from shared.faults import FaultKind, SpecwireError
 
 if TYPE_CHECKING:
     from edge_client.controller import Controller
+    from edge_client.estimates import Estimates
     from shared.messages import Description, SamplingParams
 
 # Panels of the help; a command takes the options of some of them.
@@ -114,8 +115,11 @@ class Options:
         validate(params)
         return params
 
-    def controller(self, description: Description | None = None) -> Controller:
-        """What decides about K and the rest; `description` bounds it by what the verifier allows."""
+    def controller(
+        self, description: Description | None = None, estimates: Estimates | None = None
+    ) -> Controller:
+        """What decides about K and the rest; `description` bounds it by what the verifier allows, and it
+        begins with the `estimates` of earlier answers."""
         from edge_client.controller import AutoController, FixedController, Plan
 
         if self.cloud_only and self.edge_only_fallback:
@@ -134,12 +138,13 @@ class Options:
                 FaultKind.BAD_REQUEST, f"--ahead is {self.ahead!r}, but --k is auto.", "Fix both, or neither."
             )
         if description is None:
-            return AutoController()
+            return AutoController(estimates=estimates)
         limits = description.limits
         return AutoController(
             max_k=min(_MAX_K, limits.max_block),
             max_ahead=max(limits.max_in_flight - 1, 0),
             allows_cloud=description.allows_generate,
+            estimates=estimates,
         )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from edge_client.alone import is_lost
 from edge_client.connection import Patience, Verifier
+from edge_client.estimates import Estimates
 from edge_client.generate import Conversation
 from edge_client.manifest import TOKENIZER_NAME, DraftManifest, read_manifest
 from edge_client.options import Options
@@ -45,6 +46,7 @@ class Client:
     manifest: DraftManifest
     tokenizer: Tokenizer
     model: DraftModel | None
+    estimates: Estimates = field(default_factory=Estimates)
 
     @property
     def description(self) -> Description:
@@ -182,10 +184,20 @@ async def open_client(options: Options, notify: Callable[[str], None] | None = N
             tokenizer, description = await asyncio.gather(
                 asyncio.to_thread(load_tokenizer, folder), ask(verifier, options, manifest)
             )
+            estimates = await _first_estimates(verifier, description) if description else Estimates()
             model = await loading
         except BaseException:
             await asyncio.wait([loading])
             if not loading.cancelled():
                 loading.exception()
             raise
-        yield Client(options, verifier, description, manifest, tokenizer, model)
+        yield Client(options, verifier, description, manifest, tokenizer, model, estimates)
+
+
+async def _first_estimates(verifier: Verifier, description: Description) -> Estimates:
+    """What asking once more tells a controller, while the model is loaded anyway."""
+    try:
+        round_trip_s = await verifier.ping(verifier.addresses[0])
+    except SpecwireError:
+        return Estimates()  # another address has answered
+    return Estimates(round_trip_s, description.load.forward_us / 1e6)

@@ -15,6 +15,7 @@ from edge_client.api.turnstile import SharedModel, Turnstile
 from edge_client.connection import Verifier
 from edge_client.controller import Controller
 from edge_client.draft_model import DraftModel
+from edge_client.estimates import Estimates
 from edge_client.generate import Conversation
 from edge_client.manifest import DraftManifest, read_manifest
 from edge_client.options import Options
@@ -57,7 +58,8 @@ class Backend:
         self.verifier = verifier
         self.manifest = manifest
         self.tokenizer = tokenizer
-        self.controller: Callable[[], Controller] = options.controller
+        self.controller: Callable[[], Controller] = self._controller
+        self._known = Estimates()  # what one answer measures serves the next
         self._model = model
         self._num_contexts = num_contexts
         self._turnstile = Turnstile()
@@ -65,6 +67,9 @@ class Backend:
         self._choices: Choices | None = None
         self._ask_after = 0.0
         self._pool: Pool | None = None
+
+    def _controller(self) -> Controller:
+        return self.options.controller(self._choices.description if self._choices else None, self._known)
 
     @property
     def model_name(self) -> str:

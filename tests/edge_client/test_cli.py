@@ -63,7 +63,7 @@ def test_run_reads_standard_input_and_settings(options, monkeypatch):
 
 
 def test_stats_go_to_standard_error(options):
-    result = RUNNER.invoke(app, ["run", "hello", "--max-tokens", "9", "--stats", *options])
+    result = RUNNER.invoke(app, ["run", "hello", "--max-tokens", "9", "--k", "4", "--stats", *options])
     assert "accepted" in result.stderr
     assert "accepted" not in result.stdout
 

@@ -6,7 +6,7 @@ import pytest
 from simulated_link import FIXED, Link, done, mean_speed, speed
 
 from edge_client.controller import AutoController, FixedController, Plan
-from edge_client.estimates import Acceptance, Average, Estimates, Line
+from edge_client.estimates import Acceptance, Average, Estimates, Line, Pace
 from edge_client.results import Round
 from shared.messages import Timing
 
@@ -156,10 +156,10 @@ def test_drafting_beside_others_is_measured_apart():
 
 
 def test_the_pace_of_a_verifier_that_writes_alone_is_taken_over_a_whole_stretch():
-    known = Estimates()
-    for arrival in (0.5, 0.5, 0.5, 0.8, 0.8, 0.8):  # handed over in bursts
-        known.add(done(0, 0, arrival, 0.02, 0.0, 0.0))
-    assert known.cloud_step_s == pytest.approx(0.3 / 5)
+    pace = Pace()
+    steps = [pace.add(arrival) for arrival in (0.5, 0.5, 0.5, 0.8, 0.8, 0.8)]  # handed over in bursts
+    assert steps == [0, 0, 0, 0, pytest.approx(0.3 / 4), pytest.approx(0.3 / 5)]
+    assert pace.add(0.5) == 0  # of the next stretch
 
 
 def test_averages_believe_the_first_values_equally():
