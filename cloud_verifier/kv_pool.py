@@ -123,6 +123,17 @@ class KvPool:
         self._refs[slots] = left
         self._num_free += int(np.count_nonzero(left == 0))
 
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether a session whose slots are consecutive is read without a copy of its own; not on a device,
+        where sessions share calls and a copy of one slot would be a launch for every layer."""
+        return self.keys[0].device.type == "cpu"
+
+    def copy(self, source: int, target: int) -> None:
+        """Writes the keys and values of one slot over those of another."""
+        for store in (*self.keys, *self.values):
+            store[target] = store[source]
+
     def references(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
         """How many hold each of `slots`."""
         return self._refs[slots]

@@ -230,8 +230,7 @@ class PassRunner:
         # forgotten.
         seen = before + outcome.num_accepted
         if outcome.sibling >= 0:
-            at = len(held) - len(work.siblings) + outcome.sibling
-            held = np.concatenate((held[:seen], held[at : at + 1], held[seen:at], held[at + 1 :]))
+            held = self._with_sibling(held, seen, len(held) - len(work.siblings) + outcome.sibling)
             seen += 1
         keep = min(seen, len(session.committed) - (not continues))
         session.slots = held[:keep]
@@ -249,6 +248,15 @@ class PassRunner:
         self._registry.send(session, reply)
         self._registry.settle(session)
         return answered
+
+    def _with_sibling(self, held: NDArray[np.int64], seen: int, at: int) -> NDArray[np.int64]:
+        """`held` with the sibling, which is at `at`, behind the `seen` first ones."""
+        pool = self._model.pool
+        if pool.reads_in_place:
+            # In the slot of the token that it replaces, so that the prefix stays in one piece.
+            pool.copy(int(held[at]), int(held[seen]))
+            return held
+        return np.concatenate((held[:seen], held[at : at + 1], held[seen:at], held[at + 1 :]))
 
     def _timed(self, session: Session, step: Step, reply: Verdict | Tokens, work: Work) -> Answered:
         now, previous = self._clock(), session.emitted_at

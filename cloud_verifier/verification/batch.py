@@ -139,7 +139,7 @@ def _pack_draft(blocks: Sequence[BlockInput], tokens: NDArray[np.int64]) -> Draf
     parts = [b.q for b in blocks if b.q is not None and b.tokens]
     if not parts:
         return DraftProbs(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
-    lengths = np.concatenate([np.diff(q.offsets) for q in parts])
+    lengths = np.concatenate([q.offsets[1:] - q.offsets[:-1] for q in parts])
     token_of_entry = np.repeat(np.arange(len(lengths)), lengths)
     ids = np.concatenate([q.ids for q in parts]).astype(np.int64)
     probs = np.concatenate([q.probs for q in parts])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from verifier_support import Alone, Client, prompts, request, running
 
+from cloud_verifier.kv_pool import KvPool
 from cloud_verifier.metrics import Metrics
 from cloud_verifier.siblings import MOST, SiblingRule, row_price, sibling_rule
 from cloud_verifier.target_model import TargetModel
@@ -141,9 +142,11 @@ def alone(model) -> Alone:
     return Alone(model)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("rule", ["token", "block", "greedy"])
-def test_greedy_text_is_the_targets_own_with_siblings(model, alone, rule, ahead):
+def test_greedy_text_is_the_targets_own_with_siblings(model, alone, monkeypatch, rule, ahead, in_place):
+    monkeypatch.setattr(KvPool, "reads_in_place", in_place)
     num_taken = 0
     with running(model, siblings=SiblingRule(4)) as engine:
         for seed in range(6):
