@@ -30,6 +30,8 @@ PROMISED = [
     "num_requests_running",
     "num_requests_waiting",
     "kv_cache_usage_perc",
+    "num_sessions_known",
+    "prefix_cache_usage_perc",
     "wire_bytes_total",
     "verify_batch_tokens_count",
     "round_seconds_count",
@@ -106,7 +108,8 @@ def test_counts_are_right(used):
     assert used["specwire_inter_token_latency_seconds_count"] == used[
         "specwire_generation_tokens_total"
     ] - first_tokens - _rest_of_first_blocks(used)
-    assert 0 < used["specwire_kv_cache_usage_perc"] < 1
+    assert 0 < used["specwire_prefix_cache_usage_perc"] < used["specwire_kv_cache_usage_perc"] < 1
+    assert used["specwire_num_sessions_known"] == 1
 
 
 def _rest_of_first_blocks(used: dict[str, float]) -> int:
