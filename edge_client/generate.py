@@ -305,6 +305,9 @@ class _Loop:
             yield emission
 
     def _window_is_open(self, plan: Plan) -> bool:
+        # What is void counts until the verifier has dropped it: it cannot know how soon we hear of that.
+        if self._session.num_unanswered + self._session.num_given_up >= self._max_in_flight:
+            return False
         if not self._in_flight:
             return True
         window = 0 if plan.cloud_tokens else min(plan.ahead + 1, self._max_in_flight)

@@ -99,6 +99,7 @@ class RemoteSession:
         committed: the mirror of the verifier's prefix, prompt included.
         finish_reason: of the current answer.
         generation: rises whenever a reply made everything void that was drafted after its block.
+        num_given_up: blocks that are void, while the verifier has not yet said that it dropped them.
     """
 
     def __init__(self, verifier: Verifier, request: Open) -> None:
@@ -107,6 +108,7 @@ class RemoteSession:
         self.traffic = Traffic()
         self.max_block = request.max_block
         self.generation = 0
+        self.num_given_up = 0
         self._verifier = verifier
         self._request = request
         self._answer_start = request.prompt_len or len(request.tokens)
@@ -195,11 +197,13 @@ class RemoteSession:
     async def _write(self, pending: _Pending) -> None:
         if self._stream is None:
             return
+        # Or on its way: it may be given up, and answered as stale, before this returns.
+        pending.written = True
         try:
             pending.num_bytes = await self._stream.write(pending.request)
         except DisconnectedError:
+            pending.written = False
             return  # whoever receives finds out, and sends it again
-        pending.written = True
         self.traffic.up_bytes += pending.num_bytes
 
     async def _read(self) -> tuple[ServerMessage, int]:
@@ -237,6 +241,7 @@ class RemoteSession:
 
     def _answer(self, answer: Verdict | Tokens, num_bytes: int) -> Reply | None:
         if not self._pending or answer.step < self._pending[0].request.step:
+            self.num_given_up = max(self.num_given_up - 1, 0)
             return None  # a block that was given up when its epoch ended
         pending = self._pending[0]
         request = pending.request
@@ -283,6 +288,7 @@ class RemoteSession:
         for pending in self._pending:
             self.traffic.wasted_up_bytes += pending.num_bytes
             self.traffic.num_stale_blocks += 1
+            self.num_given_up += pending.written
         self._pending.clear()
         self.generation += 1
 
@@ -408,7 +414,7 @@ class RemoteSession:
 
     def _adopt(self, stream: GrpcStream, opened: Opened) -> None:
         """Makes what is pending fit the session as the verifier has it now."""
-        self._stream = stream
+        self._stream, self.num_given_up = stream, 0
         resumed = bool(self._session_id)
         self._session_id, self.max_block = opened.session_id, opened.max_block
         step = opened.next_step

@@ -130,10 +130,12 @@ async def test_blocks_of_an_ended_epoch_are_counted_as_waste_and_their_answers_i
         await session.send(block(base, 7, more=True))
     assert (await session.receive()).tokens == (9,)
     assert session.num_unanswered == 0
+    assert session.num_given_up == 2
     assert session.traffic.wasted_up_bytes == 20
     assert session.traffic.num_stale_blocks == 2
     await session.send(block(4, 5))
     assert (await session.receive()).tokens == (5, 6)
+    assert session.num_given_up == 0
     assert script.steps()[-1] == ("DraftBlock", 4, 1)
 
 
