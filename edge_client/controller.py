@@ -72,7 +72,7 @@ class FixedController:
 _AHEAD = (0, 1, 2, 3, 4, 6, 8, 12)
 _FIRST_K = 4
 _ADVANTAGE = 1.02  # a change must promise this much, so that noise does not make it flap
-_TRYING = 0.035  # share of its time that trying a draft which does not seem to pay may take
+_TRYING = 0.03  # share of its time that trying a draft which does not seem to pay may take
 _NEARLY = 0.25  # of what a trial costs may be missing after a stretch: asking for another costs more
 _TRIAL_K = 6
 _FIRST_PART = 3  # of a block, in the first; simulated links answer up to 2 % faster with it, and begin sooner

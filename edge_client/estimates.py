@@ -128,7 +128,7 @@ class Acceptance:
         return chances
 
 
-_CREDIT_TOKENS = 16.0  # what an unknown draft may lose at first: more often than not it pays
+_CREDIT_TOKENS = 26.0  # what an unknown draft may lose at first: more often than not it pays
 # Of a pass nearly all is the reading of the weights, once, whatever the number of tokens.
 _PASS_SHARE = 0.03
 
