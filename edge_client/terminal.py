@@ -164,6 +164,7 @@ def result_json(text: str, result: Result, client: Client) -> dict[str, Any]:
             result.finish_reason, ""
         ),
         "model": client.reached.model if client.reached is not None else None,
+        "emulation": client.reached.emulation if client.reached is not None else "",
         "draft": client.manifest.name,
         "lossy": result.lossy,
         "lossy_because": sorted(result.losses),
