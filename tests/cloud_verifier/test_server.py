@@ -273,7 +273,6 @@ async def test_a_stream_that_opens_nothing_is_ended(model):
 
 
 async def test_a_client_that_does_not_read_is_cut_and_can_resume(model, monkeypatch):
-    monkeypatch.setattr("cloud_verifier.stream.MAX_UNREAD", 20)
     narrow = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0)]
     settings = ServerConfig(listen="127.0.0.1:0", drain_timeout_s=0)
     async with (
@@ -285,6 +284,7 @@ async def test_a_client_that_does_not_read_is_cut_and_can_resume(model, monkeypa
         opened = await peer.get()
         await peer.send(Generate(1, 0, 3, 400))
         assert len(await peer.written()) == 400
+        monkeypatch.setattr("cloud_verifier.stream.MAX_UNREAD", 20)
         with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for _ in range(200):  # 160 kB
                 await peer.send(Generate(1, 0, 3, 400))  # the same step again: its old answer, unread
@@ -450,7 +450,7 @@ async def test_a_client_certificate_names_its_bearer(model, certificates, tmp_pa
 async def test_drain_tells_finishes_and_does_not_wait_for_the_silent(model, alone):
     prompt = prompts(1, 10)[0]
     settings = ServerConfig(
-        listen="127.0.0.1:0", drain_timeout_s=20.0, limits=EngineLimits(drain_grace_seconds=0.3)
+        listen="127.0.0.1:0", drain_timeout_s=20.0, limits=EngineLimits(drain_grace_seconds=2.0)
     )
     server = running_server(model, settings)
     port = await server.__aenter__()
@@ -566,7 +566,7 @@ async def test_streams_that_end_in_any_phase_leave_nothing_behind(model):
 
     async def at_rest(tasks: int, descriptors: int) -> bool:
         engine = metrics._engine
-        for _ in range(60):
+        for _ in range(400):
             gc.collect()
             engine.expire()
             engine.evict_cache()

@@ -288,7 +288,7 @@ async def test_stays_with_a_draining_verifier_while_no_other_takes_the_session()
 
 
 async def test_gives_up_when_patience_ends():
-    verifier = Verifier(Script(opened(), LOST), addresses=("a:1", "b:2"), patience=0.05)
+    verifier = Verifier(Script(opened(), LOST), addresses=("a:1", "b:2"), patience=0.5)
     session = await session_on(verifier)
     await session.send(block(3, 7))
     with pytest.raises(DisconnectedError, match="Lost"):
