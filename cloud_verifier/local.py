@@ -19,8 +19,9 @@ _STOP_TIMEOUT_S = 15.0
 
 @contextlib.contextmanager
 def local_verifier(*options: str, timeout_s: float = 300.0) -> Iterator[str]:
-    """Runs `cloud-verifier serve` in plain text on a free loopback port; yields its address. It ends with this
-    process, however that ends.
+    """Runs `cloud-verifier serve` in plain text on a free loopback port; yields its address.
+
+    It ends with this process, however that ends.
 
     Raises:
         SpecwireError: UNAVAILABLE with the last lines of its log when it does not come up.
