@@ -130,7 +130,7 @@ class Acceptance:
 
 _CREDIT_TOKENS = 26.0  # what an unknown draft may lose at first: more often than not it pays
 # Of a pass nearly all is the reading of the weights, once, whatever the number of tokens.
-_PASS_SHARE = 0.03
+_PASS_SHARE, _PASS_STIFFNESS = 0.02, 10.0
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class Mode:
     """What is measured while other blocks are under way, or while none is."""
 
     draft: Average = field(default_factory=Average)  # a drafted token, sampling and codec included
-    judge: Line = field(default_factory=lambda: Line(_PASS_SHARE))
+    judge: Line = field(default_factory=lambda: Line(_PASS_SHARE, _PASS_STIFFNESS))
 
 
 class Estimates:

@@ -29,7 +29,7 @@ LINKS = {
     "geo, poor draft": Link(0.600, 0.006, **BIG, kept=0.72, up_rate=370e3),
     "slow device": Link(0.025, 0.080, **BIG, kept=0.9),
 }
-ANSWERS, TOKENS = 8, 128  # of one conversation
+ANSWERS, TOKENS = 12, 128  # of one conversation
 CLOUD = Plan(cloud_tokens=1 << 20)
 
 
