@@ -5,8 +5,8 @@ measured before it is used. The verifier runs on one, the edge on the other; bot
 target, and the arms take turns, one answer each for every seed. Answers have exactly the same length.
 
 Targets: `real` is the built-in small model as it is; `7b` and `70b` are it with the time of a bigger one
-(cloud_verifier/emulation.py). An emulated pass takes at least that long: `emulation_held` says whether it
-took no longer either.
+(cloud_verifier/emulation.py). An emulated pass takes at least that long; `emulation_overrun` says how much
+longer it took, where this machine is too slow for it.
 
 All of it (11 links, 2 targets, 14 arms, 5 seeds, 64 tokens) takes about two hours; `--profiles`, `--targets`,
 `--arms`, `--tokens` and `--seeds` measure a part. The report is written anew after every target of every

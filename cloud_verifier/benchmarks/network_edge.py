@@ -59,6 +59,7 @@ class Sample:
     num_stale_blocks: int
     busy_s: float  # forward and verification of all rounds
     forward_s: list[float]
+    forward_tokens: list[int]  # in each of these passes
     num_rounds: int
     num_drafted: int
     num_accepted: int
@@ -153,6 +154,7 @@ def _sample(done: TimedAnswer, controller: Controller) -> Sample:
         num_stale_blocks=result.num_stale_blocks,
         busy_s=sum((r.timing.forward_us + r.timing.verification_us) / 1e6 for r in rounds),
         forward_s=[r.timing.forward_us / 1e6 for r in rounds[1:]],
+        forward_tokens=[r.timing.batch_tokens for r in rounds[1:]],
         num_rounds=counts.num_rounds,
         num_drafted=counts.num_drafted,
         num_accepted=counts.num_accepted,

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from cloud_verifier.benchmarks.network_edge import AUTO, Sample
 from cloud_verifier.benchmarks.report import Spread
+from cloud_verifier.emulation import parse_emulation
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from cloud_verifier.passes import StepEmulation
+
 REAL = "real"
 CLOUD_ONLY = "cloud_only"
-_HELD = 1.1  # an emulated pass may take so many times as long as asked
 
 
 def report(options: Mapping[str, Any], links: Mapping[str, Mapping[str, Any]], draft: str) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def _link(link: Mapping[str, Any]) -> dict[str, Any]:
     round_trip_s = _round_trip_s(link)
     return kept | {
         "targets": {
-            kind: _target(target, round_trip_s)
+            kind: _target(kind, target, round_trip_s)
             for kind, target in link["targets"].items()
             if target["samples"]
         }
@@ -55,8 +57,9 @@ def _round_trip_s(link: Mapping[str, Any]) -> float:
     return float(measured if measured is not None else link["asked"]["rtt_ms"]) / 1e3
 
 
-def _target(target: Mapping[str, Any], round_trip_s: float) -> dict[str, Any]:
+def _target(kind: str, target: Mapping[str, Any], round_trip_s: float) -> dict[str, Any]:
     samples: Mapping[str, Sequence[Sample]] = target["samples"]
+    emulation = None if kind == REAL else parse_emulation(kind)
     arms = {
         name: _arm(group, round_trip_s if name.startswith("beside") else 0.0)
         for name, group in samples.items()
@@ -65,6 +68,7 @@ def _target(target: Mapping[str, Any], round_trip_s: float) -> dict[str, Any]:
         "emulation": target["emulation"],
         "dtype": target["dtype"],
         "arms": arms,
+        "emulation_overrun": None if emulation is None else _overrun(samples, emulation),
         "ratios": _ratios({name: arm["tokens_per_s"].median for name, arm in arms.items()}),
     }
 
@@ -97,6 +101,17 @@ def _arm(group: Sequence[Sample], delay_s: float) -> dict[str, Any]:
         "draft_s_per_token": round(sum(s.draft_s for s in group) / drafted, 5) if drafted else None,
         "last_choice": group[-1].plan,
     }
+
+
+def _overrun(samples: Mapping[str, Sequence[Sample]], emulation: StepEmulation) -> float | None:
+    """How many times as long as asked the emulated passes took: 1 where this machine is fast enough."""
+    ratios = [
+        forward_s / emulation.seconds(num_tokens)
+        for group in samples.values()
+        for sample in group
+        for forward_s, num_tokens in zip(sample.forward_s, sample.forward_tokens, strict=True)
+    ]
+    return round(statistics.median(ratios), 3) if ratios else None
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float] | None:

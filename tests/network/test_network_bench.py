@@ -56,6 +56,7 @@ def test_it_reports_what_it_promises(target_dir: Path, draft_dir: Path, tmp_path
     assert near["asked"]["rtt_ms"] == 20
     target = near["targets"]["300,1"]
     assert target["emulation"] == "300 ms a pass and 1 ms a token"
+    assert target["emulation_overrun"] >= 0.99
     assert set(target["arms"]) == ARMS
     for name, arm in target["arms"].items():
         assert arm["num_tokens"] == 8, name
@@ -84,7 +85,8 @@ def sample(tokens_per_s: float) -> Sample:
         wasted_up_bytes=50,
         num_stale_blocks=1,
         busy_s=0.2,
-        forward_s=[0.05],
+        forward_s=[0.06],
+        forward_tokens=[5],
         num_rounds=2,
         num_drafted=8,
         num_accepted=4,
@@ -121,6 +123,7 @@ def test_ratios_are_of_medians_and_only_of_what_the_edge_could_choose() -> None:
         "best_fixed_vs_beside": 0.45,
         "best_fixed": "ahead_k4x3",
     }
+    assert target["emulation_overrun"] == pytest.approx(0.06 / (0.0514 + 5 * 0.00088), abs=0.001)
     wait, beside = target["arms"]["wait_k2"], target["arms"]["beside_k4"]
     assert wait["inter_token_s"]["p50"] == pytest.approx(0.1)
     assert wait["between_arrivals_s"]["p50"] == pytest.approx(0.4)
