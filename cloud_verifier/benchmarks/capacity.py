@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -322,7 +323,9 @@ async def _measure(
     from cloud_verifier.drafts.builtin import builtin_draft
 
     folder = draft or builtin_draft()
-    model, drafter = load_target(target, "cpu", dtype, None, 0), DraftModel.load(folder)
+    with ThreadPoolExecutor(1) as loader:  # ends with the load, as `cloud-verifier serve` does it and says why
+        model = loader.submit(load_target, target, "cpu", dtype, None, 0).result()
+    drafter = DraftModel.load(folder)
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_NAME))
     texts = load_prompts(file, per_category=-(-max(counts) // 12))[: max(counts)]
     passes = Passes()
