@@ -323,7 +323,9 @@ async def _measure(
     from cloud_verifier.drafts.builtin import builtin_draft
 
     folder = draft or builtin_draft()
-    with ThreadPoolExecutor(1) as loader:  # ends with the load, as `cloud-verifier serve` does it and says why
+    with ThreadPoolExecutor(
+        1
+    ) as loader:  # ends with the load, as `cloud-verifier serve` does it and says why
         model = loader.submit(load_target, target, "cpu", dtype, None, 0).result()
     drafter = DraftModel.load(folder)
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_NAME))
