@@ -16,8 +16,8 @@ __all__ = ["CODECS", "DEFAULT_CODEC", "Codec", "Distributions", "Row", "get_code
 
 _ALL: tuple[Codec, ...] = (
     LatticeCodec("lattice"),
-    LatticeCodec("lattice_coarse", price=3e-3),
-    LatticeCodec("lattice_fine", price=3e-4),
+    LatticeCodec("lattice_coarse", price=1e-3),  # a block of 8 in one packet of 1,400 bytes
+    LatticeCodec("lattice_fine", price=2e-5),
     DenseQ8Codec("dense_q8_deflate", deflate=True),
     DenseQ8Codec("dense_q8"),
     DenseCodec("dense_f16", "<f2"),

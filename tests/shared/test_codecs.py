@@ -19,11 +19,11 @@ MAX_TV = {
     "dense_f16": 1e-3,
     "dense_q8": 0.02,
     "dense_q8_deflate": 0.02,
-    "lattice": 0.06,
-    "lattice_coarse": 0.12,
-    "lattice_fine": 0.02,
+    "lattice": 0.01,
+    "lattice_coarse": 0.06,
+    "lattice_fine": 0.005,
 }
-MAX_ROW_BYTES = {"lattice": 130, "lattice_coarse": 100, "lattice_fine": 170}
+MAX_ROW_BYTES = {"lattice": 180, "lattice_coarse": 130, "lattice_fine": 220}
 
 
 def random_probs(rng, vocab_size, support, sharpness):
