@@ -9,8 +9,7 @@ unigram prior that both sides hold, was tried and lost: on an int4 draft of the 
 of 1e-3, the overlap given up doubled at temperature 0.7 (0.0024 -> 0.0059) and at 1 (0.017 -> 0.032), since
 the prior's mass goes to tokens that the target does not want here. `make bench-logits` measures it.
 
-A payload is one
-string of bits, row after row:
+A payload is one string of bits, row after row:
   b           4 bits: the weights sum to 2^b; b = 0 is a one-hot row
   n - 1       min(b, 9) bits: the number of ids
   ids         ascending. Each is told as a distance on the axis of `shared.codecs.id_prior` from the
