@@ -799,13 +799,13 @@ def test_same_seed_same_text_alone_and_beside_others(model):
             client.ticket.close()
 
 
-def test_rows_are_not_shared_between_passes(model):
+def test_rows_are_not_shared_between_passes(model, alone):
     """A kept row is a copy: later passes do not write into it."""
     prompt = prompts(1, 10, seed=31)[0]
     with running(model) as engine:
         client = Client(engine)
         client.open(request(prompt, 40))
-        first = Alone(model)(prompt, 3)
+        first = alone(prompt, 3)
         client.verdict(client.send_block(first, more=True))
         session = client.ticket.session
         assert session is not None
