@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cloud_verifier.drafts.cli import app as draft_app
+from cloud_verifier.host import cpu_flags, free_memory_bytes
 from shared.config import apply_config
 from shared.faults import FaultKind, SpecwireError
 
@@ -264,8 +265,6 @@ def _default_cpu_cache() -> int:
     """A quarter of what is free: the operator's other programs, and the client in a demo, need some too."""
     import torch
 
-    from cloud_verifier.host import free_memory_bytes
-
     return min(free_memory_bytes(torch.device("cpu")) // 4, _MAX_DEFAULT_CPU_CACHE)
 
 
@@ -283,8 +282,6 @@ def _set_up_logging(level: str, log_format: str) -> None:
 
 def prepare_threads(threads: int) -> None:
     """Environment that the numeric libraries read when they load; call it before torch is imported."""
-    from cloud_verifier.host import cpu_flags
-
     if "avx512f" not in cpu_flags():
         # There MKL picks a slow kernel for the few rows of a block; this one is twice as fast.
         os.environ.setdefault("MKL_CBWR", "AVX2")
