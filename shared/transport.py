@@ -50,6 +50,9 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str
         ("grpc.min_reconnect_backoff_ms", 20_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 0),
+        # Else all channels of a process share one connection to an address, and with it the back-off of a
+        # channel whose verifier went away: a new channel would fail although the verifier is back.
+        ("grpc.use_local_subchannel_pool", 1),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 import time
@@ -229,6 +230,17 @@ async def test_describe_asks_the_next_address(target_model):
     async with serving(target_model) as address, Verifier(["127.0.0.1:1", address], tls=None) as verifier:
         assert (await verifier.describe()).limits.max_context == target_model.max_context
         assert await verifier.ping(address) > 0
+
+
+async def test_a_new_client_is_not_held_up_by_an_older_ones_dead_connection(target_model):
+    async with contextlib.AsyncExitStack() as stack:
+        async with serving(target_model) as address:
+            older = await stack.enter_async_context(Verifier([address], tls=None))
+            await older.describe()
+        with pytest.raises(SpecwireError):
+            await older.describe()
+        async with serving(target_model, listen=address), Verifier([address], tls=None) as newer:
+            assert (await newer.describe()).limits.max_context == target_model.max_context
 
 
 async def test_tokenizers_that_differ_are_refused_with_both_names(target_model):
