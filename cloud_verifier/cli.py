@@ -136,6 +136,7 @@ def serve(
     from cloud_verifier.registry import EngineLimits
     from cloud_verifier.scheduler import Budget
     from cloud_verifier.server import ServerConfig
+    from cloud_verifier.siblings import parse_siblings
 
     config = ServerConfig(
         listen=listen,
@@ -155,17 +156,18 @@ def serve(
         log_prompts=log_prompts,
     )
     authenticator = Authenticator(tokens)
+    most_siblings = parse_siblings(siblings)
     kv_cache_bytes = parse_bytes(kv_cache) if kv_cache else None
 
     def load() -> TargetModel:
         return load_target(target, device, dtype, kv_cache_bytes, threads, max_context or None)
 
-    asyncio.run(_serve(config, siblings, load, authenticator, metrics_listen, stop_with_stdin))
+    asyncio.run(_serve(config, most_siblings, load, authenticator, metrics_listen, stop_with_stdin))
 
 
 async def _serve(
     config: ServerConfig,
-    siblings: str,
+    most_siblings: int | None,
     load: Callable[[], TargetModel],
     authenticator: Authenticator,
     metrics_listen: str,
@@ -203,7 +205,7 @@ async def _serve(
         # once they outnumber the cores none waits for its next piece awake: passes take half as long again.
         with ThreadPoolExecutor(1) as loader:
             model = await loop.run_in_executor(loader, load)
-            rule = await loop.run_in_executor(loader, sibling_rule, siblings, model)
+            rule = await loop.run_in_executor(loader, sibling_rule, most_siblings, model)
             config = replace(config, siblings=rule)
         port = await stack.enter_async_context(running_server(model, config, authenticator, metrics))
         host = config.listen.rpartition(":")[0]

@@ -65,15 +65,8 @@ class SiblingRule:
             most: siblings that the client allows for one token.
             room: only the first so many drafted tokens get any.
         """
-        rows = np.repeat(np.arange(q.num_rows), np.diff(q.offsets))
-        drafted = np.array(tokens, np.int64)
-        is_drafted = q.ids == drafted[rows]
-        drawn = np.zeros(q.num_rows)
-        drawn[rows[is_drafted]] = q.probs[is_drafted]
-        kept = np.cumprod(1.0 - _DOUBT * (1.0 - drawn))
-        reached = np.concatenate(([1.0], kept[:-1]))
-        gain = _DOUBT * reached[rows] * q.probs * (1.0 - q.probs)
-        worth = ~is_drafted & (gain >= max(self.price, _LEAST_GAIN)) & (rows < room)
+        rows, gain = correction_chances(q, tokens)
+        worth = (gain >= max(self.price, _LEAST_GAIN)) & (rows < room)
         rows, ids, gain = rows[worth], q.ids[worth], gain[worth]
         order = np.lexsort((ids, -gain, rows))
         rows, ids = rows[order], ids[order]
@@ -82,20 +75,39 @@ class SiblingRule:
         return tuple(zip(rows[few].tolist(), ids[few].tolist(), strict=True))
 
 
-def sibling_rule(wanted: str, model: Forward) -> SiblingRule | None:
-    """The rule of `--siblings`: "0" none, "N" up to N for every drafted token, "auto" what the model's speed
-    makes worth while.
+def correction_chances(
+    q: Distributions, tokens: tuple[int, ...]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """For every entry of q: its row, and about how likely it is what corrects the block's first rejection."""
+    rows = np.repeat(np.arange(q.num_rows), np.diff(q.offsets))
+    is_drafted = q.ids == np.array(tokens, np.int64)[rows]
+    drawn = np.zeros(q.num_rows)
+    drawn[rows[is_drafted]] = q.probs[is_drafted]
+    kept = np.cumprod(1.0 - _DOUBT * (1.0 - drawn))
+    reached = np.concatenate(([1.0], kept[:-1]))
+    return rows, np.where(is_drafted, 0.0, _DOUBT * reached[rows] * q.probs * (1.0 - q.probs))
+
+
+def parse_siblings(wanted: str) -> int | None:
+    """What `--siblings` says: how many for every drafted token at most; None for "auto".
 
     Raises:
         SpecwireError: BAD_REQUEST for anything else.
     """
     if wanted == "auto":
-        return SiblingRule(MOST, row_price(model))
+        return None
     if not wanted.isdecimal():
         raise SpecwireError(
             FaultKind.BAD_REQUEST, f"--siblings {wanted!r} is no number.", "Use auto, 0, 1, ..."
         )
-    return SiblingRule(int(wanted)) if int(wanted) else None
+    return int(wanted)
+
+
+def sibling_rule(most: int | None, model: Forward) -> SiblingRule | None:
+    """Up to `most` for every drafted token; None: what the model's speed makes worth while."""
+    if most is None:
+        return SiblingRule(MOST, row_price(model))
+    return SiblingRule(most) if most else None
 
 
 def row_price(model: Forward) -> float:

@@ -13,12 +13,15 @@ tokens a block, a_i the chance that token i is kept when those before it were, a
   after which the pipeline starts anew: (A + 1 - P) tokens in (1 - P)(D + L) + P p, by renewal;
 - the verifier alone gives one token in queue + pass of 1 token.
 
+A byte of a distribution is worth sending as long as the rejections that it saves take longer than it does on
+the uplink: the price of bytes is the ratio of the two derivatives of that speed.
+
 All of it is measured while it runs (`edge_client.estimates`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edge_client.estimates import Estimates, Pace
@@ -35,12 +38,15 @@ class Plan:
         cloud_tokens: when not 0, the verifier writes so many tokens alone instead.
         first_k: when not 0, tokens of a block that none in flight precedes. With blocks to follow at once, a
             short one brings its tokens, or its rejection, earlier.
+        price: total variation that a byte of a distribution must save to be sent, by what the uplink was
+            measured to carry; see `shared.codecs.Budget`.
     """
 
     k: int = 5
     ahead: int = 0
     cloud_tokens: int = 0
     first_k: int = 0
+    price: float = 0.0
 
 
 class Controller(Protocol):
@@ -81,6 +87,8 @@ _MAX_STRETCH_S = 60.0  # of the verifier alone: for so long a better network may
 _MAX_SAVED_TOKENS = 100.0  # what a draft that paid may save up for trying it when it no longer seems to
 _ALONE = 0.6  # as long as drafting and judging at the same time, until it was tried
 _GUESSED_DRAFT_S = 0.01  # a token, before one was drafted
+_SOME_BYTES, _SOME_OVERLAP = 10.0, 0.01  # small steps, to see what they change
+_MIN_PRICE, _MAX_PRICE = 1e-6, 1e-3
 
 
 class AutoController:
@@ -138,21 +146,40 @@ class AutoController:
         mode = known.overlapped if now.ahead and known.overlapped.draft.known else known.alone
         kept = " ".join(f"{chance:.2f}" for chance in known.acceptance.by_position(min(now.k, 8)))
         return (
-            f"draft {mode.draft.value * 1e3:.1f} ms a token, round trip {known.network.at(0) * 1e3:.1f} ms "
-            f"and {known.network.slope * 1e3:.2f} ms a token, queue {known.queue.value * 1e3:.1f} ms, "
-            f"pass {mode.judge.at(now.k + 1) * 1e3:.1f} ms, kept by position {kept} -> {_in_words(now)} "
+            f"draft {mode.draft.value * 1e3:.1f} ms a token, round trip {known.network_s(0) * 1e3:.1f} ms "
+            f"and {known.uplink_s * 1e3:.2f} ms a token, queue {known.queue.value * 1e3:.1f} ms, "
+            f"pass {mode.judge.at(now.k + 1) * 1e3:.1f} ms, kept by position {kept} -> {_in_words(now)}, "
+            f"bytes at {now.price:.0e} of overlap each "
             f"({self._expected:.1f} tokens/s expected, {self._cloud_speed():.1f} cloud alone)"
         )
 
-    def speed(self, k: int, ahead: int) -> float:
-        """Tokens per second that the model expects of a plan."""
+    def speed(self, k: int, ahead: int, *, lost: float = 0.0, more_bytes: float = 0.0) -> float:
+        """Tokens per second that the model expects of a plan.
+
+        Args:
+            lost: of the chance of every token to be kept, against what was seen.
+            more_bytes: for every drafted token, than were sent so far.
+        """
         whole, kept = 1.0, 0.0
         for chance in self._known.acceptance.by_position(k):
-            whole *= chance
+            whole *= max(chance - lost, 0.0)
             kept += whole
-        return self._speed(k, ahead, whole, kept)
+        return self._speed(k, ahead, whole, kept, more_bytes * self._known.network.slope)
 
-    def _speed(self, k: int, ahead: int, whole: float, kept: float) -> float:
+    def _price(self) -> float:
+        """What a byte costs over what overlap is worth, both in tokens per second, around the present plan.
+
+        0 while the uplink's rate is not known.
+        """
+        k, ahead = self._current.k, self._current.ahead
+        if self._current.cloud_tokens or not self._known.network.shows_slope:
+            return 0.0
+        now = self.speed(k, ahead)
+        byte = (now - self.speed(k, ahead, more_bytes=_SOME_BYTES)) / _SOME_BYTES
+        overlap = (now - self.speed(k, ahead, lost=_SOME_OVERLAP)) / _SOME_OVERLAP
+        return min(max(byte / overlap, _MIN_PRICE), _MAX_PRICE) if overlap > 0 else 0.0
+
+    def _speed(self, k: int, ahead: int, whole: float, kept: float, more_s: float = 0.0) -> float:
         known = self._known
         mode, other = (known.overlapped, known.alone) if ahead else (known.alone, known.overlapped)
         # What was never tried is hoped to be as good as it can be: alone may be much faster on shared cores.
@@ -161,10 +188,10 @@ class AutoController:
         num_tokens = k + 1 + known.others.value
         judged = mode.judge.at(num_tokens) or hope * other.judge.at(num_tokens)
         judged += known.queue.value
-        draft, latency = k * step_s, known.network.at(k) + judged
+        draft, latency = k * step_s, known.network_s(k) + k * more_s + judged
         if not ahead:
             return (kept + 1) / (draft + latency)
-        period = max(draft, judged, k * known.network.slope, (draft + latency) / (ahead + 1))
+        period = max(draft, judged, k * (known.uplink_s + more_s), (draft + latency) / (ahead + 1))
         return (kept + 1 - whole) / ((1 - whole) * (draft + latency) + whole * period)
 
     def _cloud_step_s(self) -> float:
@@ -181,7 +208,7 @@ class AutoController:
         known = self._known
         step_s = known.alone.draft.value or known.overlapped.draft.value or _GUESSED_DRAFT_S
         judged = known.alone.judge.at(trial.k + 1) or known.overlapped.judge.at(trial.k + 1)
-        return 2 * known.network.at(trial.k) + trial.k * step_s + judged
+        return 2 * known.network_s(trial.k) + trial.k * step_s + judged
 
     def _best(self, optimism: float = 0.0, max_k: int = 1 << 20) -> tuple[float, Plan]:
         best, plan = 0.0, self._current
@@ -196,6 +223,10 @@ class AutoController:
         return best, plan
 
     def _choose(self) -> None:
+        self._choose_blocks()
+        self._current = replace(self._current, price=self._price())
+
+    def _choose_blocks(self) -> None:
         best, plan = self._best()
         now = 0.0 if self._current.cloud_tokens else self.speed(self._current.k, self._current.ahead)
         cloud = self._cloud_speed() if self._allows_cloud else 0.0

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.codecs import Codec, Row
+from shared.codecs import Budget, Codec, Row
 from shared.faults import FaultKind, SpecwireError
 from shared.history import TokenHistory, needs_history
 from shared.messages import SamplingParams
@@ -128,8 +128,10 @@ class Drafter:
         length = len(self.sequence)
         return max(0, min(self._limit - length, self._model.max_context - length + 1))
 
-    def draft(self, num_tokens: int, stop: Callable[[], bool] = lambda: False) -> Block | None:
-        """Drafts up to `num_tokens` tokens; fewer where an EOS is drawn.
+    def draft(
+        self, num_tokens: int, stop: Callable[[], bool] = lambda: False, *, price: float = 0.0
+    ) -> Block | None:
+        """Drafts up to `num_tokens` tokens; fewer where an EOS is drawn. `price` is that of a `Plan`.
 
         Returns None, with nothing changed, when `stop` became true or the model cannot go on.
         """
@@ -138,6 +140,7 @@ class Drafter:
             self._sampling.seed, Purpose.DRAFT, np.arange(base_len, base_len + num_tokens), base_len
         )
         rows: list[Row] = []
+        budget = Budget.of_block(num_tokens, price)
         draft_s = codec_s = prompt_s = 0.0
         # Two are fed after a fully kept block: its last token and the bonus.
         reads_prompt = len(self.sequence) - self._model.kv_len > 2
@@ -150,7 +153,7 @@ class Drafter:
             if reads_prompt and not rows:
                 prompt_s = fed - started
             probs = self._probabilities(logits)
-            row = self._codec.quantise(probs)
+            row = self._codec.quantise(probs, budget)
             if self._coupled:
                 token = coupled_choice(probs, self._sampling.seed, len(self.sequence))
             else:

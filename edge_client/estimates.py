@@ -34,11 +34,11 @@ class Average:
 
 
 class Line:
-    """Seconds as base + slope * tokens: least squares that forget, bounded to what can be.
+    """Seconds as base + slope * size: least squares that forget, bounded to what can be.
 
     Args:
         share: of the mean that is taken to be slope where nothing shows it, because all were of one size.
-        stiffness: how much it takes (tokens squared) to believe another slope.
+        stiffness: how much it takes (size squared) to believe another slope.
     """
 
     def __init__(self, share: float = 0.0, stiffness: float = 0.0) -> None:
@@ -49,23 +49,33 @@ class Line:
     def known(self) -> bool:
         return self._n > 0
 
-    def add(self, num_tokens: float, seconds: float) -> None:
-        x = float(num_tokens)
+    def add(self, size: float, seconds: float) -> None:
+        x = float(size)
         for name, value in (("_n", 1.0), ("_x", x), ("_y", seconds), ("_xx", x * x), ("_xy", x * seconds)):
             setattr(self, name, _DECAY * getattr(self, name) + value)
 
-    def at(self, num_tokens: float) -> float:
+    def at(self, size: float) -> float:
         if not self.known:
             return 0.0
-        return self._y / self._n + self.slope * (num_tokens - self._x / self._n)
+        return self._y / self._n + self.slope * (size - self._x / self._n)
+
+    @property
+    def _spread(self) -> float:
+        """Sum of squared distances of the sizes from their mean."""
+        return max(self._xx - self._x**2 / self._n, 0.0) if self.known else 0.0
+
+    @property
+    def shows_slope(self) -> bool:
+        """Whether the sizes differed enough for the slope to be more measured than assumed."""
+        return self._spread > max(self._stiffness, 0.25)
 
     @property
     def slope(self) -> float:
-        """Neither can a token make things shorter, nor can nothing take less than no time."""
+        """Neither can more make things shorter, nor can nothing take less than no time."""
         if not self.known:
             return 0.0
         mean_x, mean_y = self._x / self._n, self._y / self._n
-        variance = max(self._xx - self._n * mean_x**2, 0.0) + self._stiffness
+        variance = self._spread + self._stiffness
         covariance = self._xy - self._n * mean_x * mean_y + self._stiffness * self._share * mean_y
         slope = covariance / variance if variance > 0.25 else self._share * mean_y
         return min(max(slope, 0.0), mean_y / max(mean_x, 1.0))
@@ -131,6 +141,8 @@ class Acceptance:
 _CREDIT_TOKENS = 26.0  # what an unknown draft may lose at first: more often than not it pays
 # Of a pass nearly all is the reading of the weights, once, whatever the number of tokens.
 _PASS_SHARE, _PASS_STIFFNESS = 0.02, 10.0
+_UPLINK_STIFFNESS = 2e5  # bytes squared
+_UNLIKE, _UNLIKE_S = 2, 0.005
 
 
 @dataclass(slots=True)
@@ -151,7 +163,11 @@ class Estimates:
 
     def __init__(self, round_trip_s: float = 0.0, forward_s: float = 0.0) -> None:
         self.alone, self.overlapped = Mode(), Mode()
-        self.network = Line(stiffness=60.0)  # over drafted tokens: what remains is the uplink's rate
+        self.network = Line(
+            stiffness=_UPLINK_STIFFNESS
+        )  # over a block's bytes: what remains is the uplink's rate
+        self._odd_in_a_row = 0
+        self.token_bytes = Average()  # of a block, for a drafted token
         self.queue, self.others = Average(), Average()
         self.cloud_step_s = 0.0  # from one token to the next while the verifier writes alone; 0: not seen
         self.saved_tokens = _CREDIT_TOKENS  # by drafting, against the verifier alone; below 0: lost
@@ -161,6 +177,24 @@ class Estimates:
         if forward_s > 0:
             self.alone.judge.add(1, forward_s)
 
+    def _add_network(self, num_bytes: int, seconds: float) -> None:
+        """What is twice or half of what was expected, twice in a row, is another network."""
+        expected = self.network.at(num_bytes)
+        is_odd = self.network.known and not 0.5 * expected <= seconds <= 2.0 * expected + _UNLIKE_S
+        self._odd_in_a_row = self._odd_in_a_row + 1 if is_odd else 0
+        if self._odd_in_a_row >= _UNLIKE:
+            self.network, self._odd_in_a_row = Line(stiffness=_UPLINK_STIFFNESS), 0
+        self.network.add(num_bytes, seconds)
+
+    def network_s(self, num_tokens: float) -> float:
+        """There and back, with a block of so many tokens."""
+        return self.network.at(num_tokens * self.token_bytes.value)
+
+    @property
+    def uplink_s(self) -> float:
+        """What a drafted token takes on the uplink."""
+        return self.network.slope * self.token_bytes.value
+
     @property
     def enough(self) -> bool:
         """Whether all is known that a choice depends on."""
@@ -169,6 +203,7 @@ class Estimates:
     def add(self, done: Round) -> None:
         """One block and its verdict."""
         self.acceptance.add(done.num_drafted, done.num_accepted)
+        self.token_bytes.add(done.up_bytes / done.num_drafted)
         mode = self.overlapped if done.more or done.num_before else self.alone
         if done.prompt_s:  # reading a prompt says nothing about the rounds to come
             if done.num_drafted > 1:
@@ -179,6 +214,6 @@ class Estimates:
         mode.draft.add((done.draft_s + done.codec_s) / done.num_drafted)
         mode.judge.add(timing.batch_tokens or own, judged_s)
         self.others.add(max(timing.batch_tokens - own, 0))
-        self.network.add(done.num_drafted, max(done.round_trip_s - queue_s - judged_s, 0.0))
+        self._add_network(done.up_bytes, max(done.round_trip_s - queue_s - judged_s, 0.0))
         if not done.num_before:  # others wait behind our own earlier blocks, which the model knows of
             self.queue.add(queue_s)

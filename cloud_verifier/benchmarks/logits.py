@@ -24,7 +24,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from cloud_verifier.benchmarks.report import Spread, write_report
-from cloud_verifier.benchmarks.siblings import JudgedRound, pass_times, shown, sibling_table
+from cloud_verifier.benchmarks.siblings import JudgedRound, guess_table, pass_times, shown, sibling_table
 from cloud_verifier.cli import prepare_threads
 from cloud_verifier.siblings import row_price
 from cloud_verifier.target_model import Segment, TargetModel
@@ -32,7 +32,9 @@ from cloud_verifier.verification import VERIFICATIONS, BlockInput, judge
 from edge_client.chat_template import render
 from edge_client.draft_model import DraftModel
 from edge_client.experiments.workloads import load_prompts
-from shared.codecs import CODECS, DEFAULT_CODEC, Codec, Distributions, Row, get_codec
+from shared.codecs import CODECS, DEFAULT_CODEC, Budget, Codec, Distributions, Row, get_codec
+from shared.codecs.base import PACKET_ROWS
+from shared.codecs.lattice import LatticeCodec
 from shared.messages import DraftBlock, SamplingParams
 from shared.randomness import Purpose, random_words
 from shared.sampling import coupled_choice, probabilities
@@ -40,7 +42,6 @@ from shared.wire import client_message_to_proto
 
 TEMPERATURES = (0.7, 1.0)
 WIDE_VOCABULARY = 151_936
-PACKET_BLOCK = 8  # drafted tokens that should fit one packet
 PACKET_BYTES = 1_400
 FRAMING_BYTES = 5 + 9  # of gRPC and HTTP/2
 SIBLINGS_K = 5  # the block length that siblings are tried on
@@ -124,6 +125,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             rule: sibling_table(by_k[SIBLINGS_K], times, price)
             for rule, by_k in rounds.items()
             if SIBLINGS_K in by_k
+        },
+        "correction_guessed": {
+            rule: {str(k): guess_table(result) for k, result in by_k.items()} for rule, by_k in rounds.items()
         },
         "judge_ms": _judge_times(drafted, judged),
     }
@@ -232,6 +236,8 @@ def _rate_distortion(
     for name, codec in CODECS.items():
         if codec.carries_q:
             out[name] = _one_codec(codec, q, p, exact, vocab_size)
+        if isinstance(codec, LatticeCodec) and codec.in_packets:
+            out[f"{name}, a block in a packet"] = _one_codec(codec, q, p, exact, vocab_size, in_packets=True)
     out["exact"]["lattice_with_tail_lost"] = float(exact.mean() - _overlap_with_tail(q, p))
     return out
 
@@ -255,13 +261,22 @@ def _overlap_with_tail(q: list[Logits], p: list[Logits]) -> float:
 
 
 def _one_codec(
-    codec: Codec, q: list[Logits], p: list[Logits], exact: NDArray[np.float64], vocab_size: int
+    codec: Codec,
+    q: list[Logits],
+    p: list[Logits],
+    exact: NDArray[np.float64],
+    vocab_size: int,
+    *,
+    in_packets: bool = False,
 ) -> dict[str, Any]:
     times: dict[str, list[float]] = defaultdict(list)
     sizes, overlaps, rows = [], [], []
-    for draft, target in zip(q, p, strict=True):
+    budget = None
+    for i, (draft, target) in enumerate(zip(q, p, strict=True)):
+        if in_packets and i % PACKET_ROWS == 0:
+            budget = Budget.of_block(PACKET_ROWS)
         marks = [time.perf_counter()]
-        row = codec.quantise(draft)
+        row = codec.quantise(draft, budget)
         marks.append(time.perf_counter())
         payload = codec.encode([row], vocab_size)
         marks.append(time.perf_counter())
@@ -287,8 +302,8 @@ def _packets(codec: Codec, rows: Sequence[Row | None], vocab_size: int) -> dict[
     if len(held) < len(rows):
         return {}
     sizes = []
-    for start in range(0, len(held) - PACKET_BLOCK + 1, PACKET_BLOCK):
-        part = held[start : start + PACKET_BLOCK]
+    for start in range(0, len(held) - PACKET_ROWS + 1, PACKET_ROWS):
+        part = held[start : start + PACKET_ROWS]
         tokens = tuple(int(row.ids[-1]) for row in part)
         block = DraftBlock(1_000, 1_000, 4_000, tokens, codec.encode(part, vocab_size), more=True)
         sizes.append(len(client_message_to_proto(block).SerializeToString()) + FRAMING_BYTES)
@@ -356,6 +371,11 @@ def _show(report: dict[str, Any]) -> None:
     table = Table("K", *rounds, title="tokens a round, temperature 1")
     for k in next(iter(rounds.values())):
         table.add_row(k, *(f"{by_k[k]['tokens_per_round']:.2f}" for by_k in rounds.values()))
+    console.print(table)
+    guesses = report["correction_guessed"]["token"]
+    table = Table("K", *next(iter(guesses.values())), title="share of `token` rounds with a correction")
+    for k, shares in guesses.items():
+        table.add_row(k, *(f"{share:.3f}" for share in shares.values()))
     console.print(table)
     title = f"siblings, K={SIBLINGS_K}; a row has to bring {report['row_price']:.3f} tokens"
     table = Table("choice", "leaves", "tokens a round", "more %", "pass ms", "target tokens/s", title=title)

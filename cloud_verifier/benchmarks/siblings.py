@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_verifier.siblings import MOST, SiblingRule
+from cloud_verifier.siblings import MOST, SiblingRule, correction_chances
 from cloud_verifier.target_model import Segment, TargetModel
 from shared.codecs import Distributions, Row
 
@@ -99,6 +99,24 @@ def _tried(rule: SiblingRule, rounds: Sequence[JudgedRound], times: dict[int, fl
         "target_tokens_per_s": 1e3 * (plain + num_taken) / max(pass_ms, 1e-9),
         "choose_us": 1e6 * choose_s / num,
     }
+
+
+def guess_table(rounds: Sequence[JudgedRound]) -> dict[str, float]:
+    """By number of guesses n: share of all rounds whose correction is among the n that q calls likeliest.
+
+    An edge that waits could draft what follows each of them, and on a hit has its next block at once.
+    """
+    hits = dict.fromkeys(FIXED, 0)
+    for block in rounds:
+        rows, chances = correction_chances(block.q, block.tokens)
+        for num_guesses in FIXED:
+            at = np.argsort(-chances, kind="stable")[:num_guesses]
+            hits[num_guesses] += (block.num_accepted, block.recovered) in zip(
+                rows[at].tolist(), block.q.ids[at].tolist(), strict=True
+            )
+    rejected = sum(block.recovered >= 0 for block in rounds) / max(len(rounds), 1)
+    shares = {f"{num} guessed": hit / max(len(rounds), 1) for num, hit in hits.items()}
+    return {"rejected": rejected, **shares}
 
 
 def shown(tables: dict[str, dict[str, dict[str, float]]]) -> list[tuple[str, Any]]:

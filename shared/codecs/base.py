@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -84,6 +85,44 @@ class Distributions:
         return cls(offsets, np.concatenate([row.ids for row in rows]), np.concatenate(probs))
 
 
+PACKET_ROWS = 8
+_PACKET_PRICE = 2e-4  # where bytes are short, the first rows must not take what buys more later
+PACKET_BYTES = 1_160  # of a packet of 1,400: what framing, encryption and the tokens themselves leave
+
+
+@dataclass(slots=True)
+class Budget:
+    """What the rows of one block may spend together.
+
+    Where nobody has measured the uplink that is a packet for every 8 rows. A row leaves what it does not need
+    to those after it; an early one may take more than a late one, because a rejection there costs all that
+    was drafted after it too. Where the uplink's rate is known, bytes have a price instead.
+
+    Args:
+        bits: of the rows still to come, together.
+        num_rows: still to come.
+        price: total variation that a byte must save to be spent; the codec's own is the least.
+    """
+
+    bits: float
+    num_rows: int
+    price: float = 0.0
+
+    @classmethod
+    def of_block(cls, num_rows: int, price: float = 0.0) -> Budget:
+        if price:
+            return cls(math.inf, num_rows, price)
+        return cls(8.0 * PACKET_BYTES * max(num_rows / PACKET_ROWS, 1.0), num_rows, _PACKET_PRICE)
+
+    def room(self) -> float:
+        """Bits that the next row may take."""
+        return 2 * self.bits / (self.num_rows + 1)
+
+    def spend(self, bits: float) -> None:
+        self.bits -= bits
+        self.num_rows -= 1
+
+
 class Codec(Protocol):
     """How the K x V distributions of a block become bytes."""
 
@@ -95,8 +134,11 @@ class Codec(Protocol):
         """Whether payloads hold distributions; rules that judge by q need that."""
         ...
 
-    def quantise(self, probs: NDArray[np.float32]) -> Row:
-        """[V] probabilities -> exactly the distribution that `decode` will give back."""
+    def quantise(self, probs: NDArray[np.float32], budget: Budget | None = None) -> Row:
+        """[V] probabilities -> exactly the distribution that `decode` will give back.
+
+        A codec whose rows have no choice of size ignores the budget.
+        """
         ...
 
     def encode(self, rows: Sequence[Row], vocab_size: int) -> bytes:

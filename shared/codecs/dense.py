@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.codecs.base import Distributions, Row, bad_payload
+from shared.codecs.base import Budget, Distributions, Row, bad_payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class DenseCodec:
     dtype: str
     carries_q: bool = True
 
-    def quantise(self, probs: NDArray[np.float32]) -> Row:
+    def quantise(self, probs: NDArray[np.float32], budget: Budget | None = None) -> Row:
         stored = probs.astype(self.dtype)
         ids = np.flatnonzero(stored).astype(np.int32)
         weights = stored[ids].astype(np.float64)

@@ -1,13 +1,12 @@
-"""All V probabilities of every position as 8-bit logarithms, with or without deflate: a baseline.
+"""All V probabilities of every position as 8-bit logarithms: a baseline.
 
 A byte c > 0 stands for the integer weight round(2^40 * 2^(-(255 - c) / 10)), relative to the
 likeliest token, which has 255; 0 is no mass. So probabilities within 2^-25.4 of the largest are kept
-to 3.5 percent. Layout: K rows of V bytes; deflated, the whole block is one zlib stream.
+to 3.5 percent. Layout: K rows of V bytes.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,21 +14,19 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.codecs.base import Distributions, Row, bad_payload
+from shared.codecs.base import Budget, Distributions, Row, bad_payload
 
 _STEPS_PER_OCTAVE = 10
-_LEVEL = 1  # float noise hardly compresses better at higher levels, which cost ten times as much
 
 
 @dataclass(frozen=True, slots=True)
 class DenseQ8Codec:
-    """`deflate` compresses the payload with zlib, which every Python has."""
+    """One byte for each id."""
 
     name: str
-    deflate: bool = False
     carries_q: bool = True
 
-    def quantise(self, probs: NDArray[np.float32]) -> Row:
+    def quantise(self, probs: NDArray[np.float32], budget: Budget | None = None) -> Row:
         with np.errstate(divide="ignore"):
             octaves = np.log2(probs / probs.max())
         codes = np.rint(255.0 + _STEPS_PER_OCTAVE * octaves).clip(min=0).astype(np.int64)
@@ -41,17 +38,16 @@ class DenseQ8Codec:
         codes = np.zeros((len(rows), vocab_size), np.uint8)
         for out, row in zip(codes, rows, strict=True):
             out[row.ids] = np.searchsorted(_weights(), row.weights)
-        return zlib.compress(codes.tobytes(), _LEVEL) if self.deflate else codes.tobytes()
+        return codes.tobytes()
 
     def decode(self, payload: bytes, num_rows: int, vocab_size: int) -> Distributions:
-        expected = num_rows * vocab_size
-        data = self._inflate(payload, expected) if self.deflate else payload
-        if len(data) != expected:
+        expected = self.max_payload_bytes(num_rows, vocab_size)
+        if len(payload) != expected:
             raise bad_payload(
                 self.name,
-                f"{num_rows} rows of {vocab_size} ids take {expected} bytes, these are {len(data)}",
+                f"{num_rows} rows of {vocab_size} ids take {expected} bytes, these are {len(payload)}",
             )
-        codes = np.frombuffer(data, np.uint8).reshape(num_rows, vocab_size)
+        codes = np.frombuffer(payload, np.uint8).reshape(num_rows, vocab_size)
         rows, ids = np.nonzero(codes)
         offsets = np.searchsorted(rows, np.arange(num_rows + 1)).astype(np.int64)
         if (np.diff(offsets) == 0).any():
@@ -62,20 +58,7 @@ class DenseQ8Codec:
         return Distributions(offsets, ids.astype(np.int32), probs)
 
     def max_payload_bytes(self, num_rows: int, vocab_size: int) -> int:
-        plain = num_rows * vocab_size
-        # zlib adds at most 5 bytes for every 16,383 that do not compress, and a frame.
-        return plain + 5 * (plain // 16_383 + 1) + 11 if self.deflate else plain
-
-    def _inflate(self, payload: bytes, expected: int) -> bytes:
-        """At most one byte more than expected, so that a small payload cannot ask for much memory."""
-        stream = zlib.decompressobj()
-        try:
-            data = stream.decompress(payload, expected + 1)
-        except zlib.error as error:
-            raise bad_payload(self.name, f"it does not inflate ({error})") from None
-        if not stream.eof or stream.unused_data:
-            raise bad_payload(self.name, "it is cut short, or something follows it")
-        return data
+        return num_rows * vocab_size
 
 
 @cache

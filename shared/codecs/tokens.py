@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.codecs.base import Distributions, Row, bad_payload
+from shared.codecs.base import Budget, Distributions, Row, bad_payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class TokensCodec:
     name: str
     carries_q: bool = False
 
-    def quantise(self, probs: NDArray[np.float32]) -> Row:
+    def quantise(self, probs: NDArray[np.float32], budget: Budget | None = None) -> Row:
         ids = np.flatnonzero(probs).astype(np.int32)
         weights = probs[ids].astype(np.float64)
         return Row(ids, weights, float(weights.sum()))

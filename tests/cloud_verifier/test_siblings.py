@@ -12,11 +12,10 @@ from verifier_support import Alone, Client, prompts, request, running
 
 from cloud_verifier.kv_pool import KvPool
 from cloud_verifier.metrics import Metrics
-from cloud_verifier.siblings import MOST, SiblingRule, row_price, sibling_rule
+from cloud_verifier.siblings import MOST, SiblingRule, parse_siblings, row_price, sibling_rule
 from cloud_verifier.target_model import TargetModel
 from shared.codecs import Distributions
 from shared.codecs.base import Row
-from shared.faults import SpecwireError
 from shared.messages import FinishReason, SamplingParams
 
 SIXTH = 1 / 6
@@ -67,11 +66,9 @@ def model(tiny_target: Path) -> TargetModel:
 
 
 def test_the_option(model):
-    assert sibling_rule("0", model) is None
-    assert sibling_rule("3", model) == SiblingRule(3)
-    with pytest.raises(SpecwireError, match="no number"):
-        sibling_rule("many", model)
-    chosen = sibling_rule("auto", model)
+    assert sibling_rule(parse_siblings("0"), model) is None
+    assert sibling_rule(parse_siblings("3"), model) == SiblingRule(3)
+    chosen = sibling_rule(parse_siblings("auto"), model)
     assert chosen is not None
     assert chosen.most == MOST
     assert 0 <= chosen.price < 2.5

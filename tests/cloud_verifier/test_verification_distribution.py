@@ -133,7 +133,7 @@ def test_rounds_are_distributed_as_the_target_alone(rule, codec, sampling, share
 class Truncating:
     """Sends only the four likeliest tokens of each row."""
 
-    def quantise(self, probs):
+    def quantise(self, probs, budget=None):
         kept = np.where(probs >= np.sort(probs)[-4], probs, 0).astype(np.float32)
         return get_codec("lattice").quantise(kept / kept.sum())
 

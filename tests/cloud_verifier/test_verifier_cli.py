@@ -38,6 +38,7 @@ def test_amounts_of_memory():
         (["--insecure", "--log-format", "xml"], "Cannot log"),
         (["--insecure", "--tokens", "/nonexistent/tokens.toml"], "token file"),
         (["--insecure", "--emulate-step", "fast"], "BASE_MS"),
+        (["--insecure", "--siblings", "many"], "no number"),
         (["--insecure", "--kv-cache", "lots"], "amount of memory"),
     ],
 )

@@ -47,11 +47,13 @@ class Flight:
     more: bool
     queue: float
     num_before: int
+    num_bytes: int
 
 
 def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Random) -> float:
     """Seconds that an answer takes."""
     now = free = uplink_free = down_free = 0.0
+    sizes = random.Random(7)  # blocks of sure tokens are small
     tokens = 0
     last_round = 0.0
     flights: deque[Flight] = deque()
@@ -92,7 +94,7 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
             now += took
             accepted = next((i for i in range(k) if draws.random() >= link.kept), k)
             judged = link.judge(k + 1) * slow
-            num_bytes = 60 + k * link.token_bytes
+            num_bytes = 60 + int(k * link.token_bytes * sizes.uniform(0.2, 1.8))
             uplink_free = max(uplink_free, now) + num_bytes / link.up_rate
             reached = uplink_free + way()
             start = max(free, reached)
@@ -100,7 +102,9 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
             arrival = down_free = max(free + way(), down_free)
             more = plan.ahead > 0
             queue, before = start - reached, len(flights)
-            flights.append(Flight(arrival, judged, free, now, k, accepted, took, more, queue, before))
+            flights.append(
+                Flight(arrival, judged, free, now, k, accepted, took, more, queue, before, num_bytes)
+            )
             continue
         flight = flights.popleft()
         now = max(now, flight.arrival)
@@ -124,6 +128,7 @@ def _observe(controller: Controller, flight: Flight, last_round: float) -> int:
             flight.draft,
             flight.queue,
             num_before=flight.num_before,
+            num_bytes=flight.num_bytes,
             more=flight.more,
             since_last=flight.arrival - last_round if last_round else 0.0,
         )
@@ -141,6 +146,7 @@ def done(
     queue: float,
     *,
     num_before: int = 0,
+    num_bytes: int = 0,
     more: bool = False,
     since_last: float = 0.0,
 ) -> Round:
@@ -148,7 +154,7 @@ def done(
     return Round(
         k,
         accepted,
-        60 + 60 * k,
+        num_bytes or 60 + 60 * k,
         0,
         draft,
         0.0,

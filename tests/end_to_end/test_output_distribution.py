@@ -166,7 +166,7 @@ class BrokenCodec:
     def __getattr__(self, name: str) -> Any:
         return getattr(get_codec("lattice"), name)
 
-    def quantise(self, probs: NDArray[np.float32]) -> Row:
+    def quantise(self, probs: NDArray[np.float32], budget: Any = None) -> Row:
         ids = np.sort(np.argsort(-probs, kind="stable")[:8]).astype(np.int32)
         true = probs[ids].astype(np.float64)
         ones = np.full(len(ids), 128, np.int64)
