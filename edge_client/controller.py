@@ -98,6 +98,7 @@ class AutoController:
         max_k: tokens of a block at most.
         max_ahead: blocks in flight beyond the first at most.
         allows_cloud: whether the verifier may write alone.
+        prices_bytes: whether distributions may be as large as the uplink makes worth while.
         estimates: what is known from earlier answers; shared with other controllers, it grows with all.
     """
 
@@ -107,11 +108,13 @@ class AutoController:
         max_k: int = 16,
         max_ahead: int = 8,
         allows_cloud: bool = True,
+        prices_bytes: bool = True,
         estimates: Estimates | None = None,
     ) -> None:
         self._max_k = max_k
         self._ahead = [ahead for ahead in _AHEAD if ahead <= max_ahead]
         self._allows_cloud = allows_cloud
+        self._prices_bytes = prices_bytes
         self._known = Estimates() if estimates is None else estimates
         self._current = Plan(min(_FIRST_K, max_k))
         self._expected = 0.0
@@ -172,7 +175,7 @@ class AutoController:
         0 while the uplink's rate is not known.
         """
         k, ahead = self._current.k, self._current.ahead
-        if self._current.cloud_tokens or not self._known.network.shows_slope:
+        if self._current.cloud_tokens or not (self._prices_bytes and self._known.network.shows_slope):
             return 0.0
         now = self.speed(k, ahead)
         byte = (now - self.speed(k, ahead, more_bytes=_SOME_BYTES)) / _SOME_BYTES

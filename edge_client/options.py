@@ -138,12 +138,13 @@ class Options:
                 FaultKind.BAD_REQUEST, f"--ahead is {self.ahead!r}, but --k is auto.", "Fix both, or neither."
             )
         if description is None:
-            return AutoController(estimates=estimates)
+            return AutoController(prices_bytes=not self.pad_messages, estimates=estimates)
         limits = description.limits
         return AutoController(
             max_k=min(_MAX_K, limits.max_block),
             max_ahead=max(limits.max_in_flight - 1, 0),
             allows_cloud=description.allows_generate,
+            prices_bytes=not self.pad_messages,  # or else what is padded would differ in size again
             estimates=estimates,
         )
 

@@ -132,13 +132,14 @@ def test_what_one_answer_learnt_serves_the_next():
 
 
 def test_bytes_are_dear_where_the_uplink_is_slow():
-    def price(up_rate: float) -> float:
-        controller = AutoController(allows_cloud=False)
+    def price(up_rate: float, **settings: bool) -> float:
+        controller = AutoController(allows_cloud=False, **settings)
         speed(controller, Link(0.025, 0.006, **BIG, kept=0.8, up_rate=up_rate))
         return controller.plan().price
 
     assert price(5e6) < 1e-4  # less than what the default codec asks of a byte anyway
     assert 1e-4 < price(20e3) <= 1e-3
+    assert price(20e3, prices_bytes=False) == 0.0
 
 
 def test_explains_itself():
