@@ -1,6 +1,7 @@
 # Everything that a person or the CI runs. `make` lists the targets.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# Spec-Bench's questions where they are at hand; else benchmarks take a built-in set of the same kinds.
 PROMPTS ?= $(wildcard ../shared/data/spec_bench/question.jsonl)
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -70,8 +71,8 @@ fuzz: $(READY)  ## coverage-guided fuzzing of all that a verifier decodes; FUZZ_
 	mkdir -p bench-results
 	$(PY) tests/cloud_verifier/fuzz_decoders.py -max_total_time=$(or $(FUZZ_SECONDS),60) -artifact_prefix=bench-results/
 
-certs: $(READY)  ## certificates for development -> deploy/certs/
-	$(PY) deploy/certs.py deploy/certs
+certs: $(READY)  ## certificates for development -> deploy/certs/; HOSTS="verifier.example 192.0.2.7"
+	$(PY) deploy/certs.py deploy/certs $(HOSTS)
 
 experiment-basic: $(READY)  ## autoregressive against speculative: time, acceptance, perplexity, KS test
 	$(BENCH).basic $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/experiment-basic.json

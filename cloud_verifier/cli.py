@@ -45,7 +45,10 @@ _MAX_DEFAULT_CPU_CACHE = 2 << 30
 @app.callback()
 def root(
     ctx: typer.Context,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings.", show_default=False)] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="TOML file with settings.", envvar="SPECWIRE_CONFIG", show_default=False),
+    ] = None,
 ) -> None:
     apply_config(ctx, "cloud-verifier", config)
 
@@ -60,6 +63,9 @@ def serve(
     ),
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    attention: Annotated[
+        str, typer.Option(help="sdpa, or flex: compiled, for long contexts on CUDA.")
+    ] = "sdpa",
     threads: Annotated[int, typer.Option(help="CPU threads of the model; 0 leaves it to torch.")] = 0,
     kv_cache: Annotated[
         str,
@@ -160,7 +166,7 @@ def serve(
     kv_cache_bytes = parse_bytes(kv_cache) if kv_cache else None
 
     def load() -> TargetModel:
-        return load_target(target, device, dtype, kv_cache_bytes, threads, max_context or None)
+        return load_target(target, device, dtype, kv_cache_bytes, threads, max_context or None, attention)
 
     asyncio.run(_serve(config, most_siblings, load, authenticator, metrics_listen, stop_with_stdin))
 
@@ -242,6 +248,7 @@ def load_target(
     kv_cache_bytes: int | None,
     threads: int,
     max_context: int | None = None,
+    attention: str = "sdpa",
 ) -> TargetModel:
     """Loads and warms up a target; 'builtin' fetches SmolLM2-135M-Instruct first."""
     import torch
@@ -257,7 +264,12 @@ def load_target(
     if kv_cache_bytes is None and device == "cpu":
         kv_cache_bytes = _default_cpu_cache()
     model = TargetModel.load(
-        target, device=device, dtype=dtype, kv_cache_bytes=kv_cache_bytes, max_context=max_context
+        target,
+        device=device,
+        dtype=dtype,
+        kv_cache_bytes=kv_cache_bytes,
+        max_context=max_context,
+        attention=attention,
     )
     model.warm_up()
     return model

@@ -28,6 +28,7 @@ from shared.vocabulary import tokenizer_identity
 __all__ = ["Segment", "TargetModel"]
 
 _ATTENTION = "specwire"
+ATTENTIONS = ("sdpa", "flex")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Share of the free memory that the pool may take when nobody says how much. On a CPU the memory is only taken
 # as slots are used, and other programs live there too.
@@ -113,7 +114,7 @@ class TargetModel:
         kv_cache_bytes: int | None = None,
         max_sessions: int = 64,
         max_context: int | None = None,
-        attention: str = "auto",
+        attention: str = "sdpa",
         native: bool = True,
     ) -> TargetModel:
         """Loads a model by folder or hub name, and tries out that it can be served.
@@ -127,7 +128,7 @@ class TargetModel:
             max_sessions: the pool chosen from free memory is no larger than this many whole contexts.
             max_context: tokens a session may have; None is all that the model can. A model with a sliding
                 window can be served up to the size of its window.
-            attention: "sdpa", "flex", or "auto": flex on CUDA.
+            attention: "sdpa" or "flex"; see TARGET.md.
             native: use compiled layers where the machine has a C compiler (CPU, float32).
 
         Raises:
@@ -296,11 +297,11 @@ def _as_ids(ids: int | Sequence[int] | None) -> tuple[int, ...]:
 
 def _flex(attention: str, device: torch.device) -> FlexFunction | None:
     """FlexAttention, compiled on CUDA; None for scaled dot-product attention."""
-    if attention not in ("auto", "sdpa", "flex"):
+    if attention not in ATTENTIONS:
         raise SpecwireError(
-            FaultKind.BAD_REQUEST, f"There is no attention {attention!r}.", "Use auto, sdpa or flex."
+            FaultKind.BAD_REQUEST, f"There is no attention {attention!r}.", f"Use {' or '.join(ATTENTIONS)}."
         )
-    if attention == "sdpa" or (attention == "auto" and device.type == "cpu"):
+    if attention == "sdpa":
         return None
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -26,6 +26,7 @@ from typing import Protocol
 
 from edge_client.estimates import Estimates, Pace
 from edge_client.results import Round
+from shared.messages import Description
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class FixedController:
 
 
 _AHEAD = (0, 1, 2, 3, 4, 6, 8, 12)
+_MAX_K = 16
 _FIRST_K = 4
 _ADVANTAGE = 1.02  # a change must promise this much, so that noise does not make it flap
 _TRYING = 0.03  # share of its time that trying a draft which does not seem to pay may take
@@ -105,7 +107,7 @@ class AutoController:
     def __init__(
         self,
         *,
-        max_k: int = 16,
+        max_k: int = _MAX_K,
         max_ahead: int = 8,
         allows_cloud: bool = True,
         prices_bytes: bool = True,
@@ -122,6 +124,20 @@ class AutoController:
         self._cloud_left = 0  # messages of a cloud-only stretch still to come
         if self._known.enough:
             self._choose()
+
+    @classmethod
+    def within(
+        cls, description: Description, estimates: Estimates | None, *, prices_bytes: bool = True
+    ) -> AutoController:
+        """One that asks for no more than the verifier allows."""
+        limits = description.limits
+        return cls(
+            max_k=min(_MAX_K, limits.max_block),
+            max_ahead=max(limits.max_in_flight - 1, 0),
+            allows_cloud=description.allows_generate,
+            prices_bytes=prices_bytes,
+            estimates=estimates,
+        )
 
     def plan(self) -> Plan:
         return self._current

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # Panels of the help; a command takes the options of some of them.
 CONNECTION, MODEL, SAMPLING, SPECULATION = "Connection", "Draft model", "Sampling", "Speculation"
 
-_MAX_K = 16
 _CLOUD_CHUNK = 1 << 20  # more than any answer: one request for all of it
 
 
@@ -44,6 +43,13 @@ class Options:
     insecure: Annotated[bool, option(CONNECTION, "Plain text instead of TLS.", "--insecure")] = False
     tls_ca: Annotated[
         Path | None, option(CONNECTION, "Authority (PEM) to trust beside the system's.", show_default=False)
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        option(CONNECTION, "Certificate (PEM) to show to a verifier that asks for one.", show_default=False),
+    ] = None
+    tls_key: Annotated[
+        Path | None, option(CONNECTION, "Private key (PEM) of that certificate.", show_default=False)
     ] = None
     token: Annotated[
         str, option(CONNECTION, "Bearer token; better set as SPECWIRE_TOKEN.", show_default=False)
@@ -72,6 +78,13 @@ class Options:
     )
     min_p: Annotated[
         float, option(SAMPLING, "Only tokens at least this likely, relative to the best; 0 is off.")
+    ] = 0.0
+    fused_weight: Annotated[
+        float,
+        option(
+            SAMPLING,
+            "With --verification fused: the draft's share in what is judged by, 0 to 1. Not exact.",
+        ),
     ] = 0.0
     seed: Annotated[
         int,
@@ -110,7 +123,12 @@ class Options:
         from shared.sampling import validate
 
         params = SamplingParams(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            fused_weight=self.fused_weight,
         )
         validate(params)
         return params
@@ -139,14 +157,8 @@ class Options:
             )
         if description is None:
             return AutoController(prices_bytes=not self.pad_messages, estimates=estimates)
-        limits = description.limits
-        return AutoController(
-            max_k=min(_MAX_K, limits.max_block),
-            max_ahead=max(limits.max_in_flight - 1, 0),
-            allows_cloud=description.allows_generate,
-            prices_bytes=not self.pad_messages,  # or else what is padded would differ in size again
-            estimates=estimates,
-        )
+        # What is padded would differ in size again if bytes had a price.
+        return AutoController.within(description, estimates, prices_bytes=not self.pad_messages)
 
 
 def takes_options(

@@ -22,7 +22,7 @@ class SessionSettings:
     tokenizer: TokenizerIdentity
     eos_ids: tuple[int, ...]
     codec: str = DEFAULT_CODEC
-    verification: str = "token"
+    verification: str = ""
     max_block: int = 32
     logprobs: int = 0
     num_siblings: int = 8  # alternatives to a drafted token that the verifier may try; see proto

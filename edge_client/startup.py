@@ -129,7 +129,7 @@ def _preference(folder: Path) -> tuple[int, int]:
 
 
 def make_verifier(options: Options, notify: Callable[[str], None] | None = None) -> Verifier:
-    """Raises SpecwireError(BAD_REQUEST) for an address without a port."""
+    """Raises SpecwireError(BAD_REQUEST) for an address without a port, or half a client certificate."""
     addresses = [address.strip() for address in options.verifier.split(",") if address.strip()]
     for address in addresses:
         if not address.startswith("unix:") and not address.rpartition(":")[2].isdecimal():
@@ -138,9 +138,15 @@ def make_verifier(options: Options, notify: Callable[[str], None] | None = None)
                 f"The verifier's address {address!r} has no port.",
                 f"Give --verifier {address.rstrip(':')}:7070, or the port that it listens on.",
             )
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST,
+            "A certificate is of no use without its private key, nor the key without it.",
+            "Give both --tls-cert and --tls-key.",
+        )
     return Verifier(
         addresses,
-        tls=None if options.insecure else Tls(ca=options.tls_ca),
+        tls=None if options.insecure else Tls(options.tls_ca, options.tls_cert, options.tls_key),
         token=options.token,
         pad_bytes=options.pad_messages,
         patience=Patience(connect=options.connect_timeout, reconnect=options.patience),

@@ -48,6 +48,14 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def wide_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target with 280 logits, more than its draft has."""
+    folder = tmp_path_factory.mktemp("wide") / "target"
+    _save(_tiny_llama(280, seed=1), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Draft folder (fp32) of the tiny target with noise on its weights: 259 ids, 272 logits."""
     import torch

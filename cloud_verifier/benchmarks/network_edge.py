@@ -24,7 +24,6 @@ from shared.faults import SpecwireError
 from shared.messages import SamplingParams
 
 AUTO, AUTO_FIRST = "auto", "auto_first"
-_MAX_K = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +105,8 @@ class _Controllers:
         if arm == AUTO and self._kept is not None:
             return self._kept
         description, round_trip_s = await self._edge.ask()
-        limits = description.limits
-        controller = AutoController(
-            max_k=min(_MAX_K, limits.max_block),
-            max_ahead=max(limits.max_in_flight - 1, 0),
-            allows_cloud=description.allows_generate,
-            estimates=Estimates(round_trip_s, description.load.forward_us / 1e6),
-        )
+        estimates = Estimates(round_trip_s, description.load.forward_us / 1e6)
+        controller = AutoController.within(description, estimates)
         if arm == AUTO:
             self._kept = controller
         return controller

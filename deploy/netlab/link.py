@@ -38,9 +38,9 @@ class Link:
     """A client host and a server host, joined as a profile says.
 
         with Link("leo", seed=7) as link:
-            server = link.popen_server(["cloud-verifier", "serve", "--listen", link.listen_address])
+            server = link.popen_server(["my-server", "--listen", link.listen_address])
             link.wait_until_listening(server)
-            link.run_client(["edge-client", "run", "--verifier", link.server_address], check=True)
+            link.run_client(["my-client", "--connect", link.server_address], check=True)
 
     Args:
         profile: a profile, or the name of one in `profiles.toml`.

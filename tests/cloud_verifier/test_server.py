@@ -28,6 +28,8 @@ from cloud_verifier.registry import EngineLimits
 from cloud_verifier.server import ServerConfig, running_server
 from cloud_verifier.service import SERVICE_NAME, VerifierService
 from cloud_verifier.target_model import TargetModel
+from edge_client.options import Options
+from edge_client.startup import make_verifier
 from shared import transport, wire
 from shared.codecs import get_codec
 from shared.faults import FaultKind, SpecwireError
@@ -429,6 +431,23 @@ async def test_tls_and_client_certificates(model, certificates):
     assert not await describes(server, None)
     assert await describes(mutual, known)
     assert not await describes(mutual, trusting)
+
+
+async def test_the_clients_options_name_its_certificate(model, certificates):
+    mutual = transport.Tls(
+        certificates / "ca.pem", certificates / "server.pem", certificates / "server-key.pem"
+    )
+    options = Options(
+        tls_ca=mutual.ca, tls_cert=certificates / "client.pem", tls_key=certificates / "client-key.pem"
+    )
+    settings = ServerConfig(listen="127.0.0.1:0", tls=mutual, drain_timeout_s=0.0)
+    async with (
+        running_server(model, settings) as port,
+        make_verifier(replace(options, verifier=f"localhost:{port}")) as verifier,
+    ):
+        assert (await verifier.describe()).model
+    with pytest.raises(SpecwireError, match="without its private key"):
+        make_verifier(replace(options, tls_key=None))
 
 
 async def test_a_client_certificate_names_its_bearer(model, certificates, tmp_path):

@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from cloud_verifier.benchmarks.baseline import HfGenerate
+from cloud_verifier.local import local_verifier
 from edge_client.chat_template import render
 from edge_client.draft_model import DraftModel
 from edge_client.experiments.workloads import load_prompts
@@ -75,6 +78,33 @@ def test_equals_the_targets_own_text(
 ) -> None:
     prompts = chat_prompts(draft_dir, drafts[0], 2)
     check(write_many, builtin_verifier, drafts, target_dir, prompts, 24, (1, 2, 5, 10), ahead=ahead)
+
+
+@pytest.mark.parametrize("narrower", ["target", "draft"])
+def test_logits_for_padding_ids_never_come_out_whichever_side_has_more(
+    write_many: Callable[..., list[Result]],
+    tiny_target: Path,
+    wide_target: Path,
+    tiny_draft: Path,
+    narrower: str,
+) -> None:
+    target = tiny_target if narrower == "target" else wide_target
+    draft = DraftModel.load(tiny_draft, threads=1)
+    prompts = [[256, *text] for text in (b"the cat", b"0, 1, 1, 2", b"zebra")]
+    with local_verifier("--target", str(target), "--dtype", "float32") as address:
+        results = write_many(
+            address, [draft], [(prompt, {"max_new_tokens": 40, "k": 4}) for prompt in prompts]
+        )
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = list(prompt)
+        for _ in range(40):
+            with torch.inference_mode():
+                logits = model(torch.tensor([expected])).logits[0, -1]
+            expected.append(int(logits[: draft.manifest.vocab_size].argmax()))
+        assert list(result.tokens) == expected[len(prompt) :]
+        assert max(result.tokens) < draft.manifest.vocab_size < len(logits)
+        assert (len(logits) < draft.vocab_size) is (narrower == "target")
 
 
 @pytest.mark.slow

@@ -27,10 +27,12 @@ from scipy import stats
 from edge_client.draft_model import DraftModel
 from edge_client.results import Origin, Result
 from shared.codecs import Row, get_codec
+from shared.faults import FaultKind, SpecwireError
 from shared.messages import SamplingParams
 from shared.sampling import probabilities
 
 P_VALUE = 5e-6
+_VOCAB = 259  # of the tiny pair
 PROMPT = [256, *b"the cat"]
 PLAIN = SamplingParams(temperature=1.0)
 CUT = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01)
@@ -59,8 +61,10 @@ def uniforms(
     target: Path, prompt: Sequence[int], results: Sequence[Result], sampling: SamplingParams
 ) -> NDArray[np.float64]:
     """The transform of every token of every answer, [num_answers * num_tokens]."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    vocab_size = len(AutoTokenizer.from_pretrained(target))  # the model has rows for padding beyond
+    assert all(token < vocab_size for result in results for token in result.tokens)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     answers = [result.tokens for result in results]
     rng = np.random.default_rng(11)
@@ -76,7 +80,7 @@ def uniforms(
                 ids = torch.tensor([[*prompt, *prefix] for prefix in part])
                 logits = model(ids, logits_to_keep=1).logits[:, 0].numpy()
                 for prefix, row in zip(part, logits, strict=True):
-                    distributions[prefix] = probabilities(row[: row.size], sampling).astype(np.float64)
+                    distributions[prefix] = probabilities(row[:vocab_size], sampling).astype(np.float64)
     values = []
     for answer in answers:
         for i, token in enumerate(answer):
@@ -185,6 +189,35 @@ def test_the_test_sees_a_draft_that_samples_from_what_it_does_not_send(
         write_many, tiny_verifier, tiny_models, PLAIN, 400, max_new_tokens=6, k=3, codec="lattice"
     )
     assert p_value(uniforms(tiny_target, PROMPT, answers, PLAIN)) < P_VALUE
+
+
+class UntruncatedRow(Row):
+    """A row that samples from more than it sends."""
+
+    def sample(self, word: int) -> int:
+        return int(np.random.default_rng(word % 2**32).choice(_VOCAB))
+
+
+class UntruncatingCodec:
+    """Sends the eight likeliest ids, and samples from all."""
+
+    name = "lattice"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_codec("lattice"), name)
+
+    def quantise(self, probs: NDArray[np.float32], budget: Any = None) -> Row:
+        ids = np.sort(np.argsort(-probs, kind="stable")[:8]).astype(np.int32)
+        return UntruncatedRow(ids, np.full(len(ids), 128, np.int64), 1024)
+
+
+def test_a_token_that_was_drawn_from_beyond_what_was_sent_is_refused(
+    write_many: WriteMany, tiny_verifier: str, tiny_models: list[DraftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.generate.get_codec", lambda name: UntruncatingCodec())
+    with pytest.raises(SpecwireError, match="probability 0 in the distribution that was sent") as raised:
+        sample(write_many, tiny_verifier, tiny_models, PLAIN, 1, max_new_tokens=6, k=3, codec="lattice")
+    assert raised.value.kind is FaultKind.BAD_TOKENS
 
 
 @pytest.mark.slow

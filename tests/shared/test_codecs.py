@@ -95,7 +95,13 @@ def test_errors_and_sizes_are_bounded(name, vocab_size):
     decoded = codec.decode(codec.encode(rows, vocab_size), 6, vocab_size).dense(vocab_size)
     distances = 0.5 * np.abs(decoded - probs).sum(axis=1)
     assert distances.max() <= MAX_TV[name]
-    if name in MAX_ROW_BYTES:
+    bytes_of_all = {"dense_f32": 4, "dense_f16": 2, "dense_q8": 1}
+    if name in bytes_of_all:
+        assert len(codec.encode(rows, vocab_size)) == 6 * vocab_size * bytes_of_all[name]
+    elif name.endswith("_zstd"):
+        plain = 6 * vocab_size * bytes_of_all[name.removesuffix("_zstd")]
+        assert len(codec.encode(rows, vocab_size)) <= min(plain + 64, 6 * 1_200)
+    else:
         assert len(codec.encode(rows, vocab_size)) <= 6 * MAX_ROW_BYTES[name]
         one_hot = codec.quantise(random_probs(rng, vocab_size, 1, 0.0))
         assert len(codec.encode([one_hot], vocab_size)) <= 5
@@ -163,6 +169,21 @@ def test_cut_lengthened_and_miscounted_payloads_are_refused(name):
         with pytest.raises(SpecwireError) as raised:
             codec.decode(wrong, num_rows, 500)
         assert raised.value.kind is FaultKind.BAD_PAYLOAD
+
+
+@pytest.mark.parametrize("name", CARRYING)
+def test_payloads_of_other_codecs_are_refused_or_a_valid_block(name):
+    codec = CODECS[name]
+    for other in CARRYING:
+        written = CODECS[other]
+        _, rows = make_rows(written, np.random.default_rng(8), 500, [1, 30, 200])
+        try:
+            decoded = codec.decode(written.encode(rows, 500), 3, 500)
+        except SpecwireError as error:
+            assert error.kind is FaultKind.BAD_PAYLOAD  # noqa: PT017
+        else:
+            assert decoded.num_rows == 3
+            assert decoded.dense(500).sum(axis=1) == pytest.approx([1.0] * 3, abs=1e-9)
 
 
 def test_a_token_id_outside_the_vocabulary_is_refused():
