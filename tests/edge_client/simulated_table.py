@@ -10,11 +10,11 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "deploy")]
 
-from netlab.profiles import load_profiles
-from simulated_link import FIXED, Link, mean_speed
+from netlab.profiles import load_profiles  # noqa: E402
+from simulated_link import FIXED, Link, mean_speed  # noqa: E402
 
-from edge_client.controller import AutoController, FixedController, Plan
-from edge_client.estimates import Estimates
+from edge_client.controller import AutoController, FixedController  # noqa: E402
+from edge_client.estimates import Estimates  # noqa: E402
 
 TARGETS = {"small": (0.022, 0.0015), "70b": (0.0514, 0.00088)}  # seconds of a pass, and of each of its tokens
 KEPT = (0.96, 0.72)
