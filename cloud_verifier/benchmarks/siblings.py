@@ -20,7 +20,7 @@ from shared.codecs import Distributions, Row
 FIXED = (1, 2, 4, 8)
 _HEAD = 64  # likeliest tokens of a row that are remembered
 _CONTEXT, _REPEATS = 128, 7
-_ROWS = (1, 3, 6, 9, 13, 17, 25, 33, 49)
+_ROWS = (*range(1, 14), 15, 17, 21, 25, 33, 49)
 
 
 @dataclass(frozen=True, slots=True)

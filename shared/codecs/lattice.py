@@ -5,9 +5,7 @@ number, so nothing depends on float rounding, on the CPU or on the library versi
 
 How many ids and how fine the weights are is chosen for each position: a byte is spent where it buys
 enough closeness. The ids that are left out get nothing. One more weight for them all, spread over a
-unigram prior that both sides hold, was tried and lost: on an int4 draft of the built-in target, at a price
-of 1e-3, the overlap given up doubled at temperature 0.7 (0.0024 -> 0.0059) and at 1 (0.017 -> 0.032), since
-the prior's mass goes to tokens that the target does not want here. `make bench-logits` measures it.
+unigram prior that both sides hold, was tried and lost; see README.md.
 
 A payload is one string of bits, row after row:
   b           4 bits: the weights sum to 2^b; b = 0 is a one-hot row
