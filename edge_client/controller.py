@@ -39,15 +39,15 @@ class Plan:
         cloud_tokens: when not 0, the verifier writes so many tokens alone instead.
         first_k: when not 0, tokens of a block that none in flight precedes. With blocks to follow at once, a
             short one brings its tokens, or its rejection, earlier.
-        price: total variation that a byte of a distribution must save to be sent, by what the uplink was
-            measured to carry; see `shared.codecs.Budget`.
+        price: total variation that a byte of a distribution must save to be sent, if that is more than what the
+            codec asks; None where the uplink is not known, see `shared.codecs.Budget`.
     """
 
     k: int = 5
     ahead: int = 0
     cloud_tokens: int = 0
     first_k: int = 0
-    price: float = 0.0
+    price: float | None = 0.0
 
 
 class Controller(Protocol):
@@ -90,7 +90,7 @@ _MAX_SAVED_TOKENS = 100.0  # what a draft that paid may save up for trying it wh
 _ALONE = 0.6  # as long as drafting and judging at the same time, until it was tried
 _GUESSED_DRAFT_S = 0.01  # a token, before one was drafted
 _SOME_BYTES, _SOME_OVERLAP = 10.0, 0.01  # small steps, to see what they change
-_MIN_PRICE, _MAX_PRICE = 1e-6, 1e-3
+_MAX_PRICE = 1e-3  # of a byte; coarser distributions are not worth it anywhere
 
 
 class AutoController:
@@ -118,7 +118,7 @@ class AutoController:
         self._allows_cloud = allows_cloud
         self._prices_bytes = prices_bytes
         self._known = Estimates() if estimates is None else estimates
-        self._current = Plan(min(_FIRST_K, max_k))
+        self._current = Plan(min(_FIRST_K, max_k), price=None)
         self._expected = 0.0
         self._pace = Pace()
         self._cloud_left = 0  # messages of a cloud-only stretch still to come
@@ -168,7 +168,7 @@ class AutoController:
             f"draft {mode.draft.value * 1e3:.1f} ms a token, round trip {known.network_s(0) * 1e3:.1f} ms "
             f"and {known.uplink_s * 1e3:.2f} ms a token, queue {known.queue.value * 1e3:.1f} ms, "
             f"pass {mode.judge.at(now.k + 1) * 1e3:.1f} ms, kept by position {kept} -> {_in_words(now)}, "
-            f"bytes at {now.price:.0e} of overlap each "
+            f"{_price_in_words(now.price)} "
             f"({self._expected:.1f} tokens/s expected, {self._cloud_speed():.1f} cloud alone)"
         )
 
@@ -185,18 +185,18 @@ class AutoController:
             kept += whole
         return self._speed(k, ahead, whole, kept, more_bytes * self._known.network.slope)
 
-    def _price(self) -> float:
+    def _price(self) -> float | None:
         """What a byte costs over what overlap is worth, both in tokens per second, around the present plan.
 
-        0 while the uplink's rate is not known.
+        None while the uplink's rate is not known.
         """
         k, ahead = self._current.k, self._current.ahead
         if self._current.cloud_tokens or not (self._prices_bytes and self._known.network.shows_slope):
-            return 0.0
+            return None
         now = self.speed(k, ahead)
         byte = (now - self.speed(k, ahead, more_bytes=_SOME_BYTES)) / _SOME_BYTES
         overlap = (now - self.speed(k, ahead, lost=_SOME_OVERLAP)) / _SOME_OVERLAP
-        return min(max(byte / overlap, _MIN_PRICE), _MAX_PRICE) if overlap > 0 else 0.0
+        return min(byte / overlap, _MAX_PRICE) if overlap > 0 else 0.0
 
     def _speed(self, k: int, ahead: int, whole: float, kept: float, more_s: float = 0.0) -> float:
         known = self._known
@@ -271,6 +271,10 @@ class AutoController:
 def _num_tokens(done: Round) -> int:
     """Committed by a round; siblings are not counted."""
     return done.num_accepted + (done.num_accepted < done.num_drafted or not done.more)
+
+
+def _price_in_words(price: float | None) -> str:
+    return "blocks of one packet" if price is None else f"bytes at {price:.0e} of overlap each"
 
 
 def _in_words(plan: Plan) -> str:

@@ -129,7 +129,7 @@ class Drafter:
         return max(0, min(self._limit - length, self._model.max_context - length + 1))
 
     def draft(
-        self, num_tokens: int, stop: Callable[[], bool] = lambda: False, *, price: float = 0.0
+        self, num_tokens: int, stop: Callable[[], bool] = lambda: False, *, price: float | None = 0.0
     ) -> Block | None:
         """Drafts up to `num_tokens` tokens; fewer where an EOS is drawn. `price` is that of a `Plan`.
 

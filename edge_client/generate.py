@@ -338,7 +338,7 @@ class _Loop:
         self._promised = plan.ahead > 0 and left > 1 and self._drafter.room() > 0
         await self._send(DraftBlock(0, 0, block.base_len, block.tokens, block.payload, self._promised), block)
 
-    async def _draft(self, num_tokens: int, price: float) -> Block | None:
+    async def _draft(self, num_tokens: int, price: float | None) -> Block | None:
         self._drafting = self._worker.submit(self._drafter.draft, num_tokens, self._in_vain, price=price)
         return await asyncio.wrap_future(self._drafting)
 

@@ -150,7 +150,8 @@ class Options:
             return FixedController(Plan(cloud_tokens=_CLOUD_CHUNK))
         if self.k != "auto":
             ahead = 0 if self.ahead == "auto" else _whole_number("--ahead", self.ahead, 0)
-            return FixedController(Plan(_whole_number("--k", self.k, 1), ahead))
+            price = None if self.pad_messages else 0.0
+            return FixedController(Plan(_whole_number("--k", self.k, 1), ahead, price=price))
         if self.ahead != "auto":
             raise SpecwireError(
                 FaultKind.BAD_REQUEST, f"--ahead is {self.ahead!r}, but --k is auto.", "Fix both, or neither."

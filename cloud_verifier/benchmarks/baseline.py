@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cloud_verifier.quiet import quiet_transformers
 
@@ -32,6 +34,22 @@ class Timed:
     @property
     def answer_tokens_per_s(self) -> float:
         return len(self.tokens) / self.last_token_s
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Of the tokens of an answer, by the target's distribution at each place, [n] each.
+
+    Attributes:
+        logprobs: of the token.
+        entropies: of the distribution, in nats: what -logprobs are on average.
+        uniforms: the mass of the likelier tokens and a random part of the token's own: uniform on [0, 1],
+            independently, if and only if each token was drawn from its distribution.
+    """
+
+    logprobs: NDArray[np.float64]
+    entropies: NDArray[np.float64]
+    uniforms: NDArray[np.float64]
 
 
 class _FirstTokenClock:
@@ -91,9 +109,17 @@ class HfGenerate:
         return Timed(tokens, clock.times[1] - started, clock.times[-1] - started)
 
     @torch.inference_mode()
-    def logprobs(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
-        """The model's log-probability of each of `tokens` in its place, at temperature 1."""
+    def score(self, prompt: Sequence[int], tokens: Sequence[int], *, temperature: float, seed: int) -> Scored:
+        """What the model says of each of `tokens` in its place; `seed` is for what is random in `uniforms`."""
         ids = torch.tensor([[*prompt, *tokens]], device=self._device)
-        rows = self._model(ids, logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
-        picked = torch.log_softmax(rows, dim=-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-        return tuple(picked.tolist())
+        rows = self._model(ids, logits_to_keep=len(tokens) + 1).logits[0, :-1].double() / temperature
+        logprobs = torch.log_softmax(rows, dim=-1)
+        probs = logprobs.exp()
+        picked = logprobs.gather(1, ids[0, len(prompt) :, None])
+        likelier = (probs * (logprobs > picked)).sum(dim=1).cpu().numpy()
+        own = picked[:, 0].exp().cpu().numpy()
+        return Scored(
+            picked[:, 0].cpu().numpy(),
+            -(probs * logprobs).sum(dim=1).cpu().numpy(),
+            likelier + np.random.default_rng(seed).random(len(own)) * own,
+        )

@@ -274,7 +274,7 @@ def _one_codec(
     budget = None
     for i, (draft, target) in enumerate(zip(q, p, strict=True)):
         if in_packets and i % PACKET_ROWS == 0:
-            budget = Budget.of_block(PACKET_ROWS)
+            budget = Budget.of_block(PACKET_ROWS, None)
         marks = [time.perf_counter()]
         row = codec.quantise(draft, budget)
         marks.append(time.perf_counter())

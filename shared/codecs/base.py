@@ -94,9 +94,10 @@ PACKET_BYTES = 1_160  # of a packet of 1,400: what framing, encryption and the t
 class Budget:
     """What the rows of one block may spend together.
 
-    Where nobody has measured the uplink that is a packet for every 8 rows. A row leaves what it does not need
-    to those after it; an early one may take more than a late one, because a rejection there costs all that
-    was drafted after it too. Where the uplink's rate is known, bytes have a price instead.
+    That is what the price of a byte makes worth while; or a packet for every 8 rows where the price is not
+    known, because nobody has measured the uplink. A row then leaves what it does not need to those after it;
+    an early one may take more than a late one, because a rejection there costs all that was drafted after
+    it too.
 
     Args:
         bits: of the rows still to come, together.
@@ -109,8 +110,8 @@ class Budget:
     price: float = 0.0
 
     @classmethod
-    def of_block(cls, num_rows: int, price: float = 0.0) -> Budget:
-        if price:
+    def of_block(cls, num_rows: int, price: float | None) -> Budget:
+        if price is not None:
             return cls(math.inf, num_rows, price)
         return cls(8.0 * PACKET_BYTES * max(num_rows / PACKET_ROWS, 1.0), num_rows, _PACKET_PRICE)
 

@@ -73,7 +73,7 @@ async def test_invariants_after_every_round(target_model, draft_model, seed):
         def observe(self, done) -> None:
             pass
 
-    settings = SessionSettings(draft_model.manifest.tokenizer, ())
+    settings = SessionSettings(draft_model.manifest.tokenizer, (), verification="token")
     full = rejected = 0
     async with (
         serving(target_model) as address,
