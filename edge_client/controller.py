@@ -39,7 +39,7 @@ class Plan:
         cloud_tokens: when not 0, the verifier writes so many tokens alone instead.
         first_k: when not 0, tokens of a block that none in flight precedes. With blocks to follow at once, a
             short one brings its tokens, or its rejection, earlier.
-        price: total variation that a byte of a distribution must save to be sent, if that is more than what the
+        price: total variation that a byte of a distribution must save to be sent, if that is more than the
             codec asks; None where the uplink is not known, see `shared.codecs.Budget`.
     """
 

@@ -110,7 +110,7 @@ class HfGenerate:
 
     @torch.inference_mode()
     def score(self, prompt: Sequence[int], tokens: Sequence[int], *, temperature: float, seed: int) -> Scored:
-        """What the model says of each of `tokens` in its place; `seed` is for what is random in `uniforms`."""
+        """What the model says of each of `tokens` in its place; `seed` is for the random part of it."""
         ids = torch.tensor([[*prompt, *tokens]], device=self._device)
         rows = self._model(ids, logits_to_keep=len(tokens) + 1).logits[0, :-1].double() / temperature
         logprobs = torch.log_softmax(rows, dim=-1)
