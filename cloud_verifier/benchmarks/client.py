@@ -138,8 +138,15 @@ async def overhead(
             rate = len(tokens) / answer.result.total_s
             return tokenizer.decode(tokens), rate, answer.result.first_token_s
 
-        # Not counted: from here on the verifier has this prompt in its cache for both arms.
-        await direct(1)
+        # Not counted: from here on the verifier has this prompt in its cache for both arms. No draft runs for
+        # it, because the weights of the one that did would lie in the processor's cache.
+        await edge.answer(
+            prompt,
+            1,
+            sampling=SamplingParams(),
+            controller=FixedController(Plan(cloud_tokens=1)),
+            drafting=False,
+        )
         if index % 2:
             ours = await served.chat(messages, max_tokens)
             plain = await direct()
