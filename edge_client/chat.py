@@ -41,6 +41,7 @@ class Chat:
         self._conversation: Conversation = client.conversation()
         self._messages: list[dict[str, str]] = self._start()
         self._last: Result | None = None
+        self._why_no_stats = "There is no answer yet."
 
     def loop(self) -> None:
         """Until /quit or the end of input."""
@@ -84,13 +85,15 @@ class Chat:
             case "/stats" if self._last is not None:
                 self._terminal.stats(self._last)
             case "/stats":
-                self._terminal.notice("There is no answer yet.")
+                self._terminal.notice(self._why_no_stats)
             case _:
                 self._terminal.notice(f"There is no command {text.strip()!r}; /help lists them.")
         return False
 
     def _turn(self, text: str) -> None:
         self._messages.append({"role": "user", "content": text})
+        self._last = None
+        self._why_no_stats = "The last answer did not come to its end, so it has no figures."
         try:
             answer, self._last = self._run(self._answer())
         except KeyboardInterrupt:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,7 +87,9 @@ def run(
     raw: Annotated[
         bool, option(_OUTPUT, "Continue the prompt as it is, without chat template.", "--raw")
     ] = False,
-    as_json: Annotated[bool, option(_OUTPUT, "One JSON object instead of text.", "--json")] = False,
+    as_json: Annotated[
+        bool, option(_OUTPUT, "One JSON object instead of text; after a fault it holds 'error'.", "--json")
+    ] = False,
     show_origin: ShowOriginOption = False,
     stats: StatsOption = False,
     explain: Annotated[
@@ -94,13 +97,36 @@ def run(
     ] = False,
 ) -> None:
     """Answer one prompt, streaming to standard output."""
-    import asyncio
+    with _told_as_json() if as_json else nullcontext():
+        import asyncio
 
-    from edge_client.terminal import Terminal
+        from edge_client.terminal import Terminal
 
-    text = sys.stdin.read() if prompt == "-" else prompt
-    terminal = Terminal(show_origin=show_origin, quiet=as_json)
-    asyncio.run(_run(options, terminal, text, system, raw=raw, as_json=as_json, stats=stats, explain=explain))
+        text = sys.stdin.read() if prompt == "-" else prompt
+        terminal = Terminal(show_origin=show_origin, quiet=as_json)
+        asyncio.run(
+            _run(options, terminal, text, system, raw=raw, as_json=as_json, stats=stats, explain=explain)
+        )
+
+
+@contextmanager
+def _told_as_json() -> Iterator[None]:
+    """A fault, or Ctrl-C, also becomes a JSON object on standard output."""
+    try:
+        yield
+    except SpecwireError as error:
+        _print_error(error.kind, error.text, error.remedy)
+        raise
+    except KeyboardInterrupt:
+        _print_error("interrupted", "The answer was interrupted.", "")
+        raise
+
+
+def _print_error(kind: str, text: str, remedy: str) -> None:
+    import json
+
+    error = {"kind": kind, "text": text, "remedy": remedy}
+    typer.echo(json.dumps({"error": error}, ensure_ascii=False))
 
 
 async def _run(

@@ -102,15 +102,21 @@ class Verifier:
         """What the first address that answers serves.
 
         Raises:
-            SpecwireError: what the last address said, when none answers.
+            DisconnectedError: none answers; what the last one said that may be back later.
+            SpecwireError: a verifier refuses, or none of the addresses can be right.
         """
-        failure: SpecwireError | None = None
+        failures: list[DisconnectedError] = []
         for address in self.addresses:
             try:
                 return await self.describe_at(address)
             except DisconnectedError as error:
-                failure = error
-        raise failure or RuntimeError("no addresses")
+                failures.append(error)
+        for failure in reversed(failures):
+            if failure.kind is not FaultKind.PROTOCOL_MISMATCH:
+                raise failure
+        # Waiting brings nothing: not to be taken for a verifier that is lost.
+        last = failures[-1]
+        raise SpecwireError(last.kind, last.text, last.remedy)
 
     def open_session(self, request: Open) -> RemoteSession:
         """A session, to be entered as an async context manager; `request` is sent on entering."""
@@ -302,7 +308,8 @@ def framed_bytes(num_bytes: int) -> int:
 
 
 async def _in_words(awaitable: Awaitable[Any], address: str, tls: Tls | None) -> Any:
-    """Awaits a gRPC operation; an error becomes SpecwireError, `DisconnectedError` where retrying helps."""
+    """Awaits a gRPC operation; an error becomes SpecwireError, `DisconnectedError` where trying again, or
+    another address, may help."""
     try:
         return await awaitable
     except grpc.aio.AioRpcError as error:
@@ -333,7 +340,7 @@ def _explain(code: grpc.StatusCode, details: str, address: str, tls: Tls | None)
                 FaultKind.NOT_ALLOWED, details or f"The verifier at {address} does not allow this.", ""
             )
         case grpc.StatusCode.UNIMPLEMENTED:
-            return SpecwireError(
+            return DisconnectedError(
                 FaultKind.PROTOCOL_MISMATCH,
                 f"Something answers at {address}, but it is not a Specwire verifier of this version.",
                 "Check the address and the versions of both sides.",
@@ -358,17 +365,18 @@ def _explain(code: grpc.StatusCode, details: str, address: str, tls: Tls | None)
             )
 
 
-def _unreachable(details: str, address: str, tls: Tls | None) -> SpecwireError:
+def _unreachable(details: str, address: str, tls: Tls | None) -> DisconnectedError:
+    """PROTOCOL_MISMATCH where waiting cannot help, because something else is at that address."""
     lowered = details.lower()
     if tls is not None and "certificate_verify_failed" in lowered:
-        return SpecwireError(
-            FaultKind.UNAVAILABLE,
+        return DisconnectedError(
+            FaultKind.PROTOCOL_MISMATCH,
             f"The certificate of the verifier at {address} is not trusted here.",
             "Give the authority that signed it with --tls-ca.",
         )
     if tls is not None and ("wrong_version_number" in lowered or "handshake" in lowered):
-        return SpecwireError(
-            FaultKind.UNAVAILABLE,
+        return DisconnectedError(
+            FaultKind.PROTOCOL_MISMATCH,
             f"What answers at {address} does not speak TLS with us.",
             "If the verifier was started with --insecure, give --insecure here too.",
         )
@@ -385,8 +393,8 @@ def _unreachable(details: str, address: str, tls: Tls | None) -> SpecwireError:
             "If the verifier uses TLS, leave out --insecure.",
         )
     if "failed parsing http/2" in lowered:
-        return SpecwireError(
-            FaultKind.UNAVAILABLE,
+        return DisconnectedError(
+            FaultKind.PROTOCOL_MISMATCH,
             f"Something answers at {address}, but it is not a Specwire verifier.",
             "Check the address and the port.",
         )

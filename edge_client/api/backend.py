@@ -32,6 +32,14 @@ from shared.faults import FaultKind, SpecwireError
 from shared.messages import Description
 
 DEFAULT_CONTEXTS = 8
+_LOST_OR_ANOTHER = frozenset(
+    {
+        FaultKind.UNAVAILABLE,
+        FaultKind.TIMED_OUT,
+        FaultKind.PROTOCOL_MISMATCH,
+        FaultKind.TOKENIZER_MISMATCH,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,7 @@ class Backend:
 
     def saw_fault(self, fault: SpecwireError) -> None:
         """After a verifier is lost, the next request asks anew what serves there, and hears if none."""
-        if fault.kind in (FaultKind.UNAVAILABLE, FaultKind.TIMED_OUT, FaultKind.TOKENIZER_MISMATCH):
+        if fault.kind in _LOST_OR_ANOTHER:
             self._choices, self._ask_after = None, 0.0
 
     async def close(self) -> None:

@@ -26,7 +26,8 @@ def specwire_report(costs: Sequence[Cost], facts: Mapping[str, Any]) -> dict[str
         first_token_ms, waited_ms: of the slowest choice, from when a context was free; waiting for it.
         tokens_per_s: over all choices, by the slowest one's time.
         reconnects: streams that were lost and replaced.
-        seeds: of the choices, in order; each alone gives its text again.
+        seeds: of the choices, in order; each alone gives its text again where `--k` is fixed. With `--k auto`
+            that holds at temperature 0 only.
     """
     drafted = sum(cost.counts.num_drafted for cost in costs)
     accepted = sum(cost.counts.num_accepted for cost in costs)

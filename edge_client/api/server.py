@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +16,7 @@ from edge_client.api.app import Access, make_app
 from edge_client.api.backend import DEFAULT_CONTEXTS, open_backend
 from edge_client.options import Options
 from shared.faults import FaultKind, SpecwireError
+from shared.transport import is_loopback
 
 _SHUTDOWN_S = 2
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -43,7 +43,7 @@ class ServeConfig:
 
     def access(self) -> Access:
         """Raises SpecwireError(BAD_REQUEST) when anybody on the network could use the endpoint."""
-        if is_loopback(self.host):
+        if is_loopback(f"[{self.host}]:{self.port}"):
             return Access(self.api_key, _LOOPBACK_NAMES, self.origins)
         if not self.api_key and not self.allow_no_key:
             raise SpecwireError(
@@ -140,7 +140,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> SpecwireError:
     return SpecwireError(
-        FaultKind.UNAVAILABLE,
+        FaultKind.BAD_REQUEST,
         f"Cannot listen on {host}:{port}: {error.strerror or error}.",
         "Choose another --host or --port, or stop what is using it.",
     )
@@ -149,11 +149,3 @@ def _cannot_listen(host: str, port: int, error: OSError) -> SpecwireError:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can only be reached from this machine."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -4,8 +4,10 @@
     python -m edge_client.examples.rag_agent "How deep is the lake?" --folder notes/
 
 Every round extends the same conversation, so the endpoint continues its session: only what is new is
-sent and computed. The last lines say what that and speculation saved. Standard library only: any
-client that speaks OpenAI's API does the same.
+sent and computed. Two things keep it so: an answer goes back word for word, and its first line is cut
+out here. A `stop` string would end the session, because the verifier has written past it. The last
+lines say what that and speculation saved. Standard library only: any client that speaks OpenAI's API
+does the same.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 PASSAGE_WORDS = 45
+MAX_TOKENS = 64
 SYSTEM = (
     "You answer questions from notes. Write exactly one line:\n"
     "SEARCH: words to look for in the notes\n"
@@ -125,7 +128,8 @@ class Agent:
         messages.append({"role": "user", "content": f"Question: {question}"})
         searched: set[str] = set()
         for number in range(1, self._max_rounds + 1):
-            line = self._think(messages)
+            answer = self._think(messages)
+            line = answer.strip().partition("\n")[0].strip()
             print(f"[{number}] model: {line}")
             kind, _, rest = (part.strip() for part in line.partition(":"))
             if (kind.upper() == "ANSWER" and searched) or number == self._max_rounds:
@@ -137,15 +141,15 @@ class Agent:
             passages = self._notes.search(query)
             print(f"[{number}] search({query!r}) -> {', '.join(p.file for p in passages) or 'nothing'}")
             found = "\n".join(f"[{p.file}] {p.text}" for p in passages) or "nothing was found."
-            messages.append({"role": "assistant", "content": line})
+            messages.append({"role": "assistant", "content": answer})
             messages.append({"role": "user", "content": f"Notes: {found}\nQuestion: {question}{hint}"})
         raise SystemExit("--rounds must be at least 1.")
 
     def _think(self, messages: list[dict[str, str]]) -> str:
-        body = {"model": self._model, "messages": messages, "temperature": 0, "max_tokens": 64, "stop": "\n"}
+        body = {"model": self._model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
         reply = self._call("/chat/completions", body)
         self.savings.add(reply)
-        return str(reply["choices"][0]["message"]["content"]).strip()
+        return str(reply["choices"][0]["message"]["content"])
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         request = urllib.request.Request(

@@ -16,6 +16,8 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
 from cloud_verifier.local import local_verifier
+from edge_client import api
+from edge_client.api.requests import _IGNORED, _UNSUPPORTED
 from edge_client.api.server import ServeConfig, serving
 from edge_client.connection import Verifier
 from edge_client.options import Options
@@ -392,6 +394,42 @@ class TestRefusals:
         assert reply.json()["error"]["message"]
 
 
+class TestFields:
+    async def test_ignored_ones_change_nothing(self, http: httpx.AsyncClient) -> None:
+        ignored = dict.fromkeys(_IGNORED, "x")
+        for path, asked in (
+            ("/v1/completions", {"prompt": "abc"}),
+            ("/v1/chat/completions", {"messages": HELLO}),
+        ):
+            body = {"model": MODEL, "max_tokens": 3, **asked}
+            assert (await http.post(path, json=body | ignored)).status_code == 200
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("max_completion_tokens", 3),
+            ("top_logprobs", 2),
+            ("tools", []),
+            ("tool_choice", "auto"),
+            ("response_format", {"type": "text"}),
+        ],
+    )
+    async def test_those_of_chats_are_unknown_to_completions(
+        self, http: httpx.AsyncClient, name: str, value: object
+    ) -> None:
+        chat = {"model": MODEL, "messages": HELLO, "max_tokens": 3, "logprobs": True, name: value}
+        assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
+        reply = await http.post("/v1/completions", json={"model": MODEL, "prompt": "abc", name: value})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == name
+
+    def test_the_readme_names_all_of_them(self) -> None:
+        text = (Path(api.__file__).parent / "README.md").read_text()
+        for row, names in (("taken and ignored", _IGNORED), ("refused,", _UNSUPPORTED)):
+            line = next(line for line in text.splitlines() if line.startswith(f"| {row}"))
+            assert [name for name in names if f"`{name}`" not in line] == []
+
+
 class TestAccess:
     async def test_key(self, verifier: str, tiny_draft: Path) -> None:
         async with endpoint(verifier, tiny_draft, api_key="s3cret") as url:
@@ -426,6 +464,13 @@ class TestAccess:
         assert ServeConfig(host="0.0.0.0", api_key="x").access().hosts == frozenset()
         assert ServeConfig(host="0.0.0.0", allow_no_key=True).access().api_key == ""
 
+    def test_the_machines_own_names_need_none(self) -> None:
+        for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
+            assert ServeConfig(host=host).access().hosts
+        for host in ("::", "unix", "localhost.example", "10.0.0.1"):
+            with pytest.raises(SpecwireError, match="anybody on the network"):
+                ServeConfig(host=host).access()
+
 
 class TestVerifierAway:
     async def test_503_says_when_to_come_back(self, tiny_draft: Path) -> None:
@@ -439,6 +484,17 @@ class TestVerifierAway:
                 assert reply.status_code == 503
                 assert int(reply.headers["retry-after"]) >= 1
                 assert reply.json()["error"]["code"] == "verifier_unavailable"
+
+    async def test_what_waiting_cannot_mend_is_a_502(self, verifier: str, tiny_draft: Path) -> None:
+        over_tls = options(verifier, tiny_draft, insecure=False)
+        async with (
+            serving(over_tls, ServeConfig(port=0)) as url,
+            httpx.AsyncClient(base_url=url, timeout=30) as http,
+        ):
+            reply = await http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO})
+        assert reply.status_code == 502
+        assert "retry-after" not in reply.headers
+        assert reply.json()["error"]["code"] == "protocol_mismatch"
 
     async def test_lost_in_the_middle_and_back(self, verifier: str, tiny_draft: Path) -> None:
         """The stream ends with an error in OpenAI's shape, the next request hears of it; then all is well."""
@@ -603,6 +659,30 @@ class TestCancellation:
             await chat(client, temperature=0, stop=[full[5:7]])
             # The first session stays for a next turn, the stopped one does not.
             assert await num_sessions(verifier, at_most=1) <= 1
+
+    async def test_a_turn_after_a_stop_string_sends_everything_anew(
+        self, verifier: str, tiny_draft: Path
+    ) -> None:
+        """As the README says: the verifier has committed what comes after it."""
+        wish = {"temperature": 0, "logit_bias": ASCII, "max_tokens": 20}
+        messages = [{"role": "user", "content": "Hello " * 20}]
+        sent = []
+        async with endpoint(verifier, tiny_draft) as url, connected(url) as client:
+            full = (await chat(client, messages=messages, **wish)).choices[0].message.content
+            for stop in ([], [full[5:7]]):
+                first = await chat(client, messages=messages, stop=stop, **wish)
+                content = first.choices[0].message.content
+                turn = [
+                    *messages,
+                    {"role": "assistant", "content": content},
+                    {"role": "user", "content": "More"},
+                ]
+                second = await chat(client, messages=turn, **wish)
+                sent.append(second.model_extra["specwire"]["up_bytes"])
+                cached = second.usage.prompt_tokens_details.cached_tokens
+                known = first.usage.prompt_tokens + first.usage.completion_tokens
+                assert (cached == known) is (not stop)
+        assert sent[1] > sent[0] + 100
 
 
 class TestConversations:

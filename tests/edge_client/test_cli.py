@@ -3,30 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import os
 import pty
 import signal
+import socketserver
+import ssl
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from edge_support import Relay
+from rich.console import Console
 from typer.testing import CliRunner
+from verifier_process import VerifierProcess
 
+from cloud_verifier.auth import Authenticator, hash_token
+from cloud_verifier.server import ServerConfig, running_server
 from edge_client.chat import Chat
 from edge_client.cli import EDGE_ONLY, INTERRUPTED, TRY_LATER, WRONG, app, guarded
 from edge_client.options import Options
-from edge_client.startup import open_client
+from edge_client.results import Emission, Origin, Round, Tally
+from edge_client.startup import load_tokenizer, open_client
 from edge_client.terminal import Terminal
 from shared.faults import FaultKind, SpecwireError
+from shared.messages import Timing
+from shared.transport import Tls
+
+sys.path.append(str(Path(__file__).parents[2] / "deploy"))
+from certs import write_certificates
 
 RUNNER = CliRunner()
 COMMAND = [sys.executable, "-c", "from edge_client.cli import main; main()"]
+# How a terminal is told the colour of each origin.
+COLOURS = {
+    Origin.ACCEPTED: "32",
+    Origin.RECOVERED: "31",
+    Origin.BONUS: "36",
+    Origin.SIBLING: "35",
+    Origin.CLOUD: "33",
+    Origin.EDGE_ONLY: "3;90",
+}
 
 
 @pytest.fixture
@@ -83,6 +110,113 @@ def test_chat_keeps_the_conversation_and_obeys_commands(options):
         "no command '/nonsense'",
     ):
         assert words in result.stderr
+
+
+def talk(settings: Options, lines: Iterable[str], terminal: Terminal | None = None, **chat) -> list[str]:
+    """The answers of a chat to whom these lines are typed."""
+    answers: list[str] = []
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        stack = AsyncExitStack()
+        terminal = terminal or Terminal()
+        client = runner.run(stack.enter_async_context(open_client(settings, terminal.notice)))
+        stream = terminal.stream
+
+        async def remembered(*details):
+            answer, result = await stream(*details)
+            answers.append(answer)
+            return answer, result
+
+        patch.setattr(terminal, "stream", remembered)
+        patch.setattr("builtins.input", _reader(iter(lines)))
+        Chat(client, terminal, runner.run, "", **{"stats": False} | chat).loop()
+        runner.run(stack.aclose())
+    return answers
+
+
+@pytest.fixture
+def chatting(verifier_process: str, tiny_draft: Path) -> Options:
+    return Options(
+        verifier=verifier_process, draft=str(tiny_draft), insecure=True, threads=1, max_tokens=12, k="4"
+    )
+
+
+def test_reset_forgets_what_was_said(chatting):
+    first, second, after = talk(chatting, ["hello", "hello", "/reset", "hello"])
+    assert after == first != second
+
+
+def test_a_line_that_ends_with_a_backslash_goes_on_in_the_next(chatting, options):
+    asked = ["--max-tokens", "12", "--k", "4", "--json", *options]
+    joined, apart = [json.loads(output("run", text, *asked))["text"] for text in ("go \non", "go on")]
+    assert talk(chatting, ["go \\", "on"]) == [joined]
+    assert joined != apart
+
+
+def test_seed_changes_what_is_drawn_and_restores_it(chatting):
+    warm = replace(chatting, temperature=1.0)
+    lines = ["hello", "/seed 5", "/reset", "hello", "/seed 0", "/reset", "hello"]
+    first, other, again = talk(warm, lines)
+    assert again == first != other
+
+
+class Interrupting(Terminal):
+    """Presses Ctrl-C, if told to, as soon as there is a word of the answer."""
+
+    armed = False
+
+    def _show(self, piece: str, origin: Origin) -> None:
+        super()._show(piece, origin)
+        if self.armed and self.shown:
+            self.armed = False
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_stopped_answer_has_no_figures_and_not_those_of_the_one_before(chatting, capsys):
+    terminal, told = Interrupting(), []
+
+    def lines() -> Iterator[str]:
+        for line in ("hello", "/stats", "more", "/stats"):
+            terminal.armed = line == "more"
+            yield line
+            told.append(capsys.readouterr().err)
+
+    assert len(talk(replace(chatting, k="1"), lines(), terminal, stats=True)) == 1
+    assert "tokens/s" in told[0]
+    assert "tokens/s" in told[1]
+    assert told[2].strip() == "Stopped."
+    assert "tokens/s" not in told[3]
+    assert "did not come to its end" in told[3]
+
+
+async def test_show_origin_colours_each_token(tiny_draft, monkeypatch, capsys):
+    monkeypatch.setattr("edge_client.terminal.Console", TERMINAL_CONSOLE)
+    nothing = Round(0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, Timing())
+
+    async def events():
+        for token, origin in enumerate(COLOURS, start=ord("a") - ord("!")):
+            yield Emission((token,), (origin,), nothing)
+        yield Tally(0.0).result()
+
+    terminal = Terminal(show_origin=True)
+    answer, _ = await terminal.stream(SimpleNamespace(tokenizer=load_tokenizer(tiny_draft)), events())
+    assert answer == "abcdef"
+    coloured = zip(answer, COLOURS.values(), strict=True)
+    assert capsys.readouterr().out == "".join(f"\x1b[{code}m{char}\x1b[0m" for char, code in coloured) + "\n"
+
+
+def test_colours_are_shown_where_they_are_asked_for(options, monkeypatch):
+    asked = ["run", "hello", "--max-tokens", "20", "--k", "4", *options]
+    counts = json.loads(output(*asked, "--json"))["tokens_by_origin"]
+    monkeypatch.setattr("edge_client.terminal.Console", TERMINAL_CONSOLE)
+    shown = RUNNER.invoke(app, [*asked, "--show-origin"])
+    seen = {origin for origin, code in COLOURS.items() if f"\x1b[{code}m" in shown.stdout}
+    # A token may be half a character, which is shown with the next one.
+    assert (
+        {Origin.ACCEPTED, Origin.RECOVERED} <= seen <= {origin for origin, count in counts.items() if count}
+    )
+    for origin, code in COLOURS.items():
+        assert f"\x1b[{code}m{origin.label}" in shown.stderr
+    assert "\x1b" not in RUNNER.invoke(app, asked).stdout
 
 
 def test_edge_only_is_said_in_the_exit_code_the_json_and_one_line(options):
@@ -151,6 +285,9 @@ def test_a_chat_goes_on_alone_and_finds_the_verifier_again(options, verifier_pro
     assert "edge only" not in told[-1]
 
 
+TERMINAL_CONSOLE = functools.partial(Console, force_terminal=True, color_system="standard")
+
+
 def _reader(lines: Iterator[str]) -> Callable[[str], str]:
     """`input` that reads these lines."""
 
@@ -189,6 +326,43 @@ def test_doctor_says_how_to_fix_each_thing(options, tmp_path):
     codec = RUNNER.invoke(app, ["doctor", "--codec", "morse", *options])
     assert codec.exit_code == WRONG
     assert "lattice" in codec.stdout
+
+
+async def test_doctor_over_tls(target_model, tiny_draft, tmp_path, monkeypatch):
+    """With the right token, with a wrong one, and without the authority that signed the certificate."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    write_certificates(tmp_path, ("localhost",))
+    identities = tmp_path / "identities.toml"
+    identities.write_text(f'[identities.alice]\nsha256 = "{hash_token("s3cret")}"\n')
+    tls = Tls(cert=tmp_path / "server.pem", key=tmp_path / "server-key.pem")
+    config = ServerConfig(listen="127.0.0.1:0", tls=tls, drain_timeout_s=0.2)
+    trust = ["--tls-ca", str(tmp_path / "ca.pem")]
+    async with running_server(target_model, config, Authenticator(identities)) as port:
+        asked = ["doctor", "--verifier", f"localhost:{port}", "--draft", str(tiny_draft), "--threads", "1"]
+        right = await command(*asked, *trust, SPECWIRE_TOKEN="s3cret")
+        wrong = await command(*asked, *trust, SPECWIRE_TOKEN="guessed")
+        unknown = await command(*asked, SPECWIRE_TOKEN="s3cret")
+    assert right.returncode == 0, right.stdout
+    assert "TLS with a trusted certificate; the token is accepted." in right.stdout
+    for done, remedy in ((wrong, "--token or SPECWIRE_TOKEN"), (unknown, "--tls-ca")):
+        assert done.returncode == WRONG
+        verifier, _, rest = done.stdout.partition("wrong verifier")[2].partition("\n")
+        assert remedy in rest.splitlines()[0]
+        assert "s3cret" not in done.stdout
+    assert "is not trusted" in verifier
+
+
+async def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, while this one serves."""
+    running = await asyncio.create_subprocess_exec(
+        *COMMAND,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | environment,
+    )
+    out, err = await running.communicate()
+    return subprocess.CompletedProcess(arguments, running.returncode or 0, out.decode(), err.decode())
 
 
 def test_doctor_notices_a_changed_file_and_another_tokenizer(options, tiny_draft, tmp_path):
@@ -249,7 +423,12 @@ def test_the_builtin_draft_is_the_best_there_is(monkeypatch, tmp_path):
     ("error", "code"),
     [
         (SpecwireError(FaultKind.BAD_REQUEST, "Wrong.", "Do it right."), WRONG),
+        (SpecwireError(FaultKind.PROTOCOL_MISMATCH, "Not one of ours.", "Check the address."), WRONG),
+        (SpecwireError(FaultKind.UNAUTHENTICATED, "Unknown.", "Give a token."), WRONG),
         (SpecwireError(FaultKind.UNAVAILABLE, "Gone.", "Wait."), TRY_LATER),
+        (SpecwireError(FaultKind.TIMED_OUT, "Silent.", "Wait."), TRY_LATER),
+        (SpecwireError(FaultKind.OVERLOADED, "Busy.", "Wait."), TRY_LATER),
+        (SpecwireError(FaultKind.DRAINING, "Going.", "Wait."), TRY_LATER),
         (KeyboardInterrupt(), INTERRUPTED),
         (SystemExit(2), 2),
         (None, 0),
@@ -266,6 +445,139 @@ def test_exit_codes(error, code, capsys):
     if isinstance(error, SpecwireError):
         assert error.text in told.err
         assert error.remedy in told.err
+
+
+class _WebServer(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            self.request.recv(4096)
+            self.request.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+@contextlib.contextmanager
+def web_server(certificates: Path | None = None) -> Iterator[str]:
+    """Something that is no verifier; its address."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _WebServer) as server:
+        if certificates is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificates / "server.pem", certificates / "server-key.pem")
+            context.set_alpn_protocols(["h2"])
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+@pytest.mark.parametrize(
+    ("over_tls", "args", "words"),
+    [
+        (False, ["--insecure"], "not a Specwire verifier"),
+        (False, [], "does not speak TLS"),
+        (True, [], "is not trusted"),
+    ],
+)
+@pytest.mark.parametrize("fallback", [[], ["--edge-only-fallback"]])
+def test_what_waiting_cannot_mend_is_wrong(tiny_draft, tmp_path, capsys, over_tls, args, words, fallback):
+    """No exit code that says to come back, and no draft that goes on alone."""
+    if over_tls:
+        write_certificates(tmp_path, ("127.0.0.1",))
+    asked = ["run", "x", "--draft", str(tiny_draft), "--threads", "1", *args, *fallback]
+    with web_server(tmp_path if over_tls else None) as address:
+        assert guarded(lambda: app([*asked, "--verifier", address])) == WRONG
+    told = capsys.readouterr()
+    assert words in told.err
+    assert told.out == ""
+
+
+def test_a_taken_port_is_wrong(options, capsys):
+    with web_server() as address:
+        port = address.rpartition(":")[2]
+        assert guarded(lambda: app(["serve", "--port", port, *options])) == WRONG
+    assert f"Cannot listen on {address}" in capsys.readouterr().err
+
+
+def test_json_tells_a_fault_too(options):
+    away = RUNNER.invoke(app, ["run", "hello", "--json", *options, "--verifier", "127.0.0.1:1"])
+    error = json.loads(away.stdout)["error"]
+    assert isinstance(away.exception, SpecwireError)
+    assert error == {
+        "kind": "unavailable",
+        "text": away.exception.text,
+        "remedy": away.exception.remedy,
+    }
+
+
+def test_json_tells_that_it_was_interrupted(options):
+    running = subprocess.Popen(
+        [*COMMAND, "run", "hello", "--json", "--explain", "--max-tokens", "480", *options, "--k", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert running.stderr is not None
+    assert running.stderr.read(1)
+    running.send_signal(signal.SIGINT)
+    stdout, _ = running.communicate(timeout=60)
+    assert running.returncode == INTERRUPTED
+    assert json.loads(stdout)["error"]["kind"] == "interrupted"
+
+
+async def test_a_verifier_that_dies_in_the_middle_is_said_without_a_traceback(
+    tiny_target, tiny_draft, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    async with VerifierProcess(tiny_target, pass_ms=20.0).running() as verifier:
+        asked = ["run", "hello", "--insecure", "--draft", str(tiny_draft), "--threads", "1"]
+        running = await asyncio.create_subprocess_exec(
+            *COMMAND,
+            *asked,
+            *("--verifier", verifier.address, "--patience", "1", "--max-tokens", "400"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert running.stdout is not None
+        assert await running.stdout.read(1)
+        verifier.kill()
+        _, told = await asyncio.wait_for(running.communicate(), 60)
+    said = " ".join(told.decode().split())
+    assert running.returncode == TRY_LATER, said
+    assert "Trying again for up to 1 s." in said
+    assert "Traceback" not in said
+
+
+def test_serve_takes_its_key_from_the_environment(options):
+    """And is for this machine alone, and for no web page."""
+    with subprocess.Popen(
+        [*COMMAND, "serve", "--port", "0", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"SPECWIRE_API_KEY": "s3cret"},
+    ) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().removeprefix("Serving on ").partition(" ")[0]
+            assert url.startswith("http://127.0.0.1:")
+            with httpx.Client(base_url=url, headers={"Origin": "https://evil.example"}, timeout=60) as http:
+                wish = {"model": "target", "max_tokens": 3}
+                for path, asked in (
+                    ("/v1/completions", {"prompt": "abc"}),
+                    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+                ):
+                    for key, status in (("s3cret", 200), ("guessed", 401), (None, 401)):
+                        headers = {"Authorization": f"Bearer {key}"} if key else {}
+                        reply = http.post(path, json=wish | asked, headers=headers)
+                        assert reply.status_code == status, reply.text
+                        assert "access-control-allow-origin" not in reply.headers
+            server.send_signal(signal.SIGINT)
+            _, stderr = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    assert server.returncode == INTERRUPTED
+    assert stderr.strip() == ""
 
 
 def test_nobody_there_is_said_within_seconds_without_a_traceback(tiny_draft):

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import random
 import socket
+import sys
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc.aio
 import pytest
@@ -14,6 +17,7 @@ from edge_support import CLOUD, PROMPT, Relay, collect, conversing, serving
 
 from cloud_verifier.metrics import Metrics
 from cloud_verifier.registry import EngineLimits
+from edge_client.alone import is_lost
 from edge_client.connection import Patience, Verifier, framed_bytes
 from edge_client.controller import Plan
 from edge_client.session import DisconnectedError
@@ -21,6 +25,9 @@ from shared.faults import FaultKind, SpecwireError
 from shared.messages import Open, SamplingParams, TokenizerIdentity
 from shared.pb.specwire.v1 import verifier_pb2_grpc as pb_grpc
 from shared.transport import Tls
+
+sys.path.append(str(Path(__file__).parents[2] / "deploy"))
+from certs import write_certificates
 
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
 HASTY = Patience(connect=2.0, reconnect=20.0)
@@ -189,28 +196,33 @@ async def test_something_accepts_and_stays_silent():
                 await verifier.describe()
 
 
-async def test_another_grpc_service_answers():
+@contextlib.asynccontextmanager
+async def another_grpc_service() -> AsyncIterator[str]:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with Verifier([f"127.0.0.1:{port}"], tls=None) as verifier:
-        with pytest.raises(SpecwireError, match="not a Specwire verifier"):
-            await verifier.describe()
+    yield f"127.0.0.1:{port}"
     await server.stop(None)
 
 
-async def test_a_web_server_answers():
+@contextlib.asynccontextmanager
+async def web_server() -> AsyncIterator[str]:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
         await writer.drain()
         writer.close()
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with Verifier([address], tls=None) as verifier:
-        with pytest.raises(SpecwireError, match="not a Specwire verifier"):
-            await verifier.describe()
+    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     server.close()
+
+
+@pytest.mark.parametrize("wrong", [another_grpc_service, web_server])
+async def test_something_else_answers(wrong):
+    async with wrong() as address, Verifier([address], tls=None) as verifier:
+        with pytest.raises(SpecwireError, match="not a Specwire verifier") as caught:
+            await verifier.describe()
+    assert_waiting_is_in_vain(caught.value)
 
 
 async def test_tls_against_plain_text(target_model):
@@ -218,6 +230,53 @@ async def test_tls_against_plain_text(target_model):
         with pytest.raises(SpecwireError, match="does not speak TLS") as caught:
             await verifier.describe()
     assert "--insecure" in caught.value.remedy
+    assert_waiting_is_in_vain(caught.value)
+
+
+def assert_waiting_is_in_vain(fault: SpecwireError) -> None:
+    """Nobody is told to come back, and the draft does not go on alone."""
+    assert fault.kind is FaultKind.PROTOCOL_MISMATCH
+    assert not is_lost(fault)
+
+
+@pytest.mark.parametrize("wrong", [another_grpc_service, web_server])
+async def test_a_wrong_address_does_not_keep_the_next_one_from_answering(target_model, draft_model, wrong):
+    async with serving(target_model) as address, wrong() as first:
+        async with conversing(address, draft_model) as talk:
+            _, whole = await collect(talk, sampling=SAMPLED, plan=Plan(2))
+        async with conversing([first, address], draft_model, patience=HASTY) as talk:
+            _, result = await collect(talk, sampling=SAMPLED, plan=Plan(2))
+    assert result.tokens == whole.tokens
+
+
+async def test_a_certificate_of_another_authority(target_model, other_target_model, draft_model, tmp_path):
+    """Refused, without a word about later; the next address is used all the same."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        write_certificates(folder, ("localhost",))
+    good, bad = [Tls(cert=folder / "server.pem", key=folder / "server-key.pem") for folder in (ours, theirs)]
+    trusting = Tls(ca=ours / "ca.pem")
+    async with (
+        serving(target_model, tls=good) as right,
+        serving(other_target_model, tls=bad) as wrong,
+    ):
+        async with Verifier([wrong], tls=trusting) as verifier:
+            with pytest.raises(SpecwireError, match="is not trusted") as caught:
+                await verifier.describe()
+        assert_waiting_is_in_vain(caught.value)
+        assert "--tls-ca" in caught.value.remedy
+        async with conversing([wrong, right], draft_model, patience=HASTY, tls=trusting) as talk:
+            _, result = await collect(talk, plan=Plan(2))
+    assert len(result.tokens) == 24
+
+
+async def test_an_address_that_may_be_back_is_what_counts():
+    async with web_server() as wrong:
+        for addresses in ([wrong, "127.0.0.1:1"], ["127.0.0.1:1", wrong]):
+            async with Verifier(addresses, tls=None) as verifier:
+                with pytest.raises(DisconnectedError, match="Nothing answers") as caught:
+                    await verifier.describe()
+            assert is_lost(caught.value)
 
 
 async def test_no_addresses():

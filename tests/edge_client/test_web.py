@@ -5,11 +5,13 @@ Screenshots are left in build/screenshots.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -159,10 +161,15 @@ async def test_what_the_draft_writes_alone_is_marked_without_any_switch(page: Pa
 class TestPage:
     """No verifier: the stream is a given one."""
 
+    @pytest.fixture
+    def asked(self) -> list[dict[str, Any]]:
+        """The bodies of the requests that the page makes."""
+        return []
+
     @pytest_asyncio.fixture(loop_scope="module")
-    async def canned(self, page: Page, tiny_draft: Path) -> AsyncIterator[Page]:
+    async def canned(self, page: Page, tiny_draft: Path, asked: list[dict[str, Any]]) -> AsyncIterator[Page]:
         async with serving(options("127.0.0.1:9", tiny_draft), ServeConfig(port=0)) as url:
-            await page.route("**/v1/chat/completions", _canned)
+            await page.route("**/v1/chat/completions", functools.partial(_canned, asked))
             await page.goto(url)
             await expect(page.locator("#model")).to_have_text("tiny")
             yield page
@@ -174,6 +181,48 @@ class TestPage:
         assert await canned.locator(".text b, .text script, .text img").count() == 0
         await expect(canned.locator(".warning").last).to_be_hidden()
         assert await canned.evaluate("() => window.hacked === undefined")
+
+    async def test_it_asks_for_what_was_set_and_said(self, canned: Page, asked: list[dict[str, Any]]) -> None:
+        await _ask(canned, "Hi")
+        talk = [{"role": "user", "content": "Hi"}]
+        wish = {"temperature": 0.7, "top_p": 1, "max_tokens": 512, "seed": None, "model": "tiny"}
+        assert asked[0].items() >= (wish | {"messages": talk, "stream": True}).items()
+        await canned.get_by_role("button", name="Settings").click()
+        for label, value in (
+            ("System message", "Be brief."),
+            ("Temperature", "0.25"),
+            ("Top-p", "0.9"),
+            ("Longest answer", "33"),
+            ("Seed", "12"),
+        ):
+            await canned.get_by_label(label).fill(value)
+        await canned.get_by_role("button", name="Save").click()
+        await _ask(canned, "More", turns=2)
+        talk = [
+            {"role": "system", "content": "Be brief."},
+            *talk,
+            {"role": "assistant", "content": HTML},
+            {"role": "user", "content": "More"},
+        ]
+        wish |= {"temperature": 0.25, "top_p": 0.9, "max_tokens": 33, "seed": 12}
+        assert asked[1].items() >= (wish | {"messages": talk}).items()
+        assert len(asked) == 2
+
+    async def test_the_figures_are_those_of_the_stream(self, canned: Page) -> None:
+        # The page looks at the clock once a round: a quarter of a second lies between the two.
+        await canned.evaluate("() => { let now = 0; performance.now = () => (now += 250); }")
+        await _ask(canned, "Hi")
+        for figure, text in (
+            ("speed", "4.0 tok/s"),
+            ("acceptance", "75 %"),
+            ("rtt", "7 ms"),
+            ("bytes", "120 B"),
+            ("plan", "4 tokens"),
+        ):
+            await expect(canned.locator(f"#f-{figure}")).to_have_text(text)
+        await expect(canned.locator(".turn.assistant .note")).to_have_text(
+            "1.0 tokens a round · first token after 12 ms · seed 5"
+        )
 
     async def test_origins_are_shown_on_the_switch(self, canned: Page) -> None:
         await _ask(canned, "Hi")
@@ -212,7 +261,10 @@ class TestPage:
     async def test_a_screen_reader_hears_the_answer_once(self, canned: Page) -> None:
         await _ask(canned, "Hi")
         await expect(canned.get_by_role("status")).to_have_text(f"Answer: {HTML}")
-        await expect(canned.get_by_role("log", name="Conversation")).to_have_attribute("aria-live", "off")
+        log = canned.get_by_role("log", name="Conversation")
+        await expect(log).to_have_attribute("aria-live", "off")
+        await expect(log.get_by_role("list").get_by_role("listitem")).to_have_count(2)
+        await expect(canned.locator("ol[role=log], ul[role=log]")).to_have_count(0)
         unnamed = """() => [...document.querySelectorAll('button, input, textarea, select')]
             .filter((e) => !e.textContent.trim() && !e.labels?.length && !e.ariaLabel).map((e) => e.id)"""
         assert await canned.evaluate(unnamed) == []
@@ -269,10 +321,10 @@ _CONTRAST = """() => {
 }"""
 
 
-async def _ask(page: Page, text: str) -> None:
+async def _ask(page: Page, text: str, turns: int = 1) -> None:
     await page.get_by_label("Message", exact=True).fill(text)
     await page.keyboard.press("Enter")
-    await _finished(page)
+    await _finished(page, turns)
 
 
 async def _finished(page: Page, turns: int = 1) -> None:
@@ -280,8 +332,9 @@ async def _finished(page: Page, turns: int = 1) -> None:
     await expect(page.locator(".turn.writing")).to_have_count(0, timeout=180_000)
 
 
-async def _canned(route: Route) -> None:
-    """A stream that says HTML in two rounds."""
+async def _canned(asked: list[dict[str, Any]], route: Route) -> None:
+    """A stream that says HTML in two rounds; keeps what was asked."""
+    asked.append(route.request.post_data_json)
     cut = len(HTML) // 2
     head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "tiny"}
     events = []

@@ -87,6 +87,35 @@ async def test_a_stop_string_ends_text_tokens_and_usage_together(client: AsyncOp
     assert len(reply.choices[0].logprobs.content) == reply.usage.completion_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_may_begin_and_end_inside_tokens(client: AsyncOpenAI, stream: bool) -> None:
+    """The token that it begins in stays, with the part of its text before the stop string."""
+    stop = "ance i"
+    full = (await ask(client)).choices[0].message.content
+    assert " France is" in full
+    asked = {"stop": [stop], "logprobs": True, "stream": stream, "extra_body": {"specwire": {"trace": True}}}
+    text, named, traced, finish, usage = "", [], [], None, None
+    if stream:
+        async for chunk in await ask(client, stream_options={"include_usage": True}, **asked):
+            traced += (chunk.model_extra.get("specwire") or {}).get("tokens", [])
+            usage = chunk.usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                named += choice.logprobs.content if choice.logprobs else []
+                finish = choice.finish_reason or finish
+    else:
+        reply = await ask(client, **asked)
+        choice, usage = reply.choices[0], reply.usage
+        text, named, finish = choice.message.content, choice.logprobs.content, choice.finish_reason
+        traced = reply.model_extra["specwire"]["choices"][0]["tokens"]
+    assert text == full[: full.find(stop)]
+    assert text.endswith(" Fr")
+    assert "".join(token["text"] for token in traced) == text
+    assert "".join(entry.token for entry in named) == f"{text}ance"
+    assert len(named) == len(traced) == usage.completion_tokens
+    assert finish == "stop"
+
+
 async def test_a_next_turn_goes_on_from_what_is_known(client: AsyncOpenAI) -> None:
     first = await ask(client)
     turn = [
