@@ -31,7 +31,12 @@ PrecisionOption = Annotated[
 @app.command()
 def export(
     model: Annotated[str, typer.Argument(help="A Hugging Face model: a folder here, or a hub name.")],
-    out: Annotated[Path, typer.Option(help="The draft folder to write.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The draft folder to write; a folder in the cache if not given.", show_default=False
+        ),
+    ] = None,
     precision: PrecisionOption = precisions.DEFAULT_PRECISION,
 ) -> None:
     """Export MODEL to a draft folder that edge clients run without torch."""
