@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from cloud_verifier.drafts.cli import app as draft_app
+from cloud_verifier.drafts.cli import progress_bars
 from cloud_verifier.host import cpu_flags, free_memory_bytes
 from shared.config import apply_config
 from shared.faults import FaultKind, SpecwireError
@@ -260,7 +262,8 @@ def load_target(
     if target == BUILTIN:
         from cloud_verifier.drafts.builtin import builtin_target
 
-        target = str(builtin_target())
+        with progress_bars(Console(stderr=True)) as progress:
+            target = str(builtin_target(progress))
     if kv_cache_bytes is None and device == "cpu":
         kv_cache_bytes = _default_cpu_cache()
     model = TargetModel.load(

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cloud_verifier.drafts.cli import progress_bars
 from edge_client.results import Result
 from shared.faults import SpecwireError
 
@@ -42,17 +42,11 @@ def main(
 
 
 def _prepare(console: Console) -> tuple[Path, Path]:
-    """Folders of the built-in pair; a progress bar while they are made."""
+    """Folders of the built-in pair; progress bars while they are made."""
     from cloud_verifier.drafts.builtin import builtin_draft, builtin_target
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("Looking for the built-in model", total=None)
-
-        def report(description: str, fraction: float | None) -> None:
-            progress.update(task, description=description, total=1.0, completed=fraction)
-
-        return builtin_target(report), builtin_draft(progress=report)
+    with progress_bars(console) as progress:
+        return builtin_target(progress), builtin_draft(progress=progress)
 
 
 @contextlib.contextmanager
@@ -123,19 +117,23 @@ async def _run(
         alone = await write(address, Plan(cloud_tokens=max_tokens), drafting=False)
     console.print(_table(together, alone))
     console.print(
-        f"{together.acceptance:.0%} of the drafted tokens accepted ({manifest.precision} draft, K={k}), "
-        f"{together.tokens_per_round:.1f} tokens a round, "
-        f"{together.up_bytes_per_draft_token:.0f} bytes up per drafted token, "
+        f"{manifest.precision} draft, K={k}: {together.tokens_per_round:.1f} tokens a round, "
         f"{together.tokens_per_s / alone.tokens_per_s:.2f} x the verifier alone.",
         soft_wrap=True,
     )
 
 
 def _table(together: Result, alone: Result) -> Table:
-    table = Table("", "tokens/s", "tokens", "first token", title="Written on this machine")
+    columns = ("", "tokens/s", "tokens", "first token", "accepted", "bytes up per drafted token")
+    table = Table(*columns, title="Written on this machine")
     for name, result in (("together", together), ("verifier alone", alone)):
+        drafted = (f"{result.acceptance:.0%}", f"{result.up_bytes_per_draft_token:.0f}")
         table.add_row(
-            name, f"{result.tokens_per_s:.1f}", str(len(result.tokens)), f"{result.first_token_s:.2f} s"
+            name,
+            f"{result.tokens_per_s:.1f}",
+            str(len(result.tokens)),
+            f"{result.first_token_s:.2f} s",
+            *(drafted if result.counts.num_drafted else ("-", "-")),
         )
     return table
 

@@ -1,6 +1,6 @@
 """The target: a stock transformers model that runs one packed pass over many sessions.
 
-The only file that knows transformers. The model's own code runs; ours are the cache (the slot pool) and the
+A pass meets transformers here alone. The model's own code runs; ours are the cache (the slot pool) and the
 attention function that it calls through transformers' attention interface. Whether a model can be served that
 way is tried out when it is loaded: two passes with a rollback must give what its own forward gives.
 """
@@ -17,7 +17,7 @@ import torch
 from cloud_verifier.attention import FlexFunction, attend, unsupported
 from cloud_verifier.host import free_memory_bytes
 from cloud_verifier.kv_pool import KvPool, LayerShape, slot_bytes
-from cloud_verifier.model_source import read_config
+from cloud_verifier.model_source import loading, read_config
 from cloud_verifier.native_layers import load_kernel, pack_layers
 from cloud_verifier.native_rows import row_kernel
 from cloud_verifier.pass_layout import PassSpec, Segment, prepare
@@ -143,10 +143,11 @@ class TargetModel:
         config = read_config(name_or_path)
         context = _context(config, max_context)
         AttentionInterface.register(_ATTENTION, attend)
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-        model = AutoModelForCausalLM.from_pretrained(
-            name_or_path, dtype=target_dtype, attn_implementation=_ATTENTION
-        )
+        with loading(name_or_path):
+            tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+            model = AutoModelForCausalLM.from_pretrained(
+                name_or_path, dtype=target_dtype, attn_implementation=_ATTENTION
+            )
         model.eval().to(target_device)
         kernel = load_kernel(cache_dir()) if native and target_device.type == "cpu" else None
         if kernel is not None:

@@ -37,7 +37,8 @@ class DraftManifest:
     """What `specwire.json` says.
 
     `vocab_size` counts the tokenizer's ids (what both sides judge); `num_logits` is the width of the
-    model's output, which may be larger (padding) or smaller.
+    model's output, which may be larger (padding) or smaller. `source` is the folder or hub name that it was
+    made from; folders of earlier versions do not say it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class DraftManifest:
     eos_token: str
     chat_template: str | None
     files: tuple[FileRecord, ...]
+    source: str = ""
     format_version: int = FORMAT_VERSION
 
     @property

@@ -1,4 +1,4 @@
-"""Messages to protobuf and back; protobuf objects stop here.
+"""Messages to protobuf and back; only the files that call or serve gRPC see protobuf objects besides.
 
 Every `x_from_proto` accepts whatever parses and leaves range checks to the receiver, except what
 cannot be represented at all, which is a `SpecwireError(BAD_REQUEST)`.

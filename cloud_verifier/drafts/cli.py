@@ -31,7 +31,12 @@ PrecisionOption = Annotated[
 @app.command()
 def export(
     model: Annotated[str, typer.Argument(help="A Hugging Face model: a folder here, or a hub name.")],
-    out: Annotated[Path, typer.Option(help="The draft folder to write.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The draft folder to write; a folder in the cache if not given.", show_default=False
+        ),
+    ] = None,
     precision: PrecisionOption = precisions.DEFAULT_PRECISION,
 ) -> None:
     """Export MODEL to a draft folder that edge clients run without torch."""
@@ -90,25 +95,35 @@ def measure(
 
 @contextlib.contextmanager
 def progress_bars(console: Console) -> Iterator[cache.Progress]:
-    """A callback that shows each step as a line with a bar; a step ends when the next one starts."""
+    """A callback that shows each step as a line with a bar; a step ends when the next one starts.
+
+    Where nothing moves, in a log, a step is a line of text. Without a step nothing is shown.
+    """
     bars = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
     )
-    with bars:
 
-        def show(description: str, fraction: float | None) -> None:
-            if not bars.tasks or bars.tasks[-1].description != description:
-                finish()
-                bars.add_task(description)
-            total = None if fraction is None else 1.0
-            bars.update(bars.tasks[-1].id, total=total, completed=fraction or 0.0)
+    def show(description: str, fraction: float | None) -> None:
+        if not bars.tasks or bars.tasks[-1].description != description:
+            finish()
+            bars.add_task(description)
+            if not console.is_terminal:
+                console.print(f"{description} ...", markup=False, highlight=False, soft_wrap=True)
+        if console.is_terminal:
+            bars.start()
+        total = None if fraction is None else 1.0
+        bars.update(bars.tasks[-1].id, total=total, completed=fraction or 0.0)
 
-        def finish() -> None:
-            for task in bars.tasks[-1:]:
-                bars.update(task.id, total=1.0, completed=1.0)
+    def finish() -> None:
+        for task in bars.tasks[-1:]:
+            bars.update(task.id, total=1.0, completed=1.0)
 
+    try:
         yield show
         finish()
+    finally:
+        if bars.live.is_started:
+            bars.stop()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from cloud_verifier.drafts.cache import Progress, build_folder, disk_error, no_p
 from cloud_verifier.drafts.exact4 import use_grids
 from cloud_verifier.drafts.graph import specialise
 from cloud_verifier.drafts.precisions import AUTO, DEFAULT_PRECISION, PRECISIONS, Q4_EXACT
-from cloud_verifier.model_source import read_config
+from cloud_verifier.model_source import fetch, local_folder, read_config
 from edge_client.manifest import (
     MANIFEST_NAME,
     MODEL_NAME,
@@ -32,6 +32,7 @@ from edge_client.manifest import (
     record_file,
     write_manifest,
 )
+from shared.config import cache_dir
 from shared.faults import FaultKind, SpecwireError
 from shared.vocabulary import tokenizer_identity
 
@@ -40,20 +41,20 @@ DATA_NAME = "model.onnx.data"
 
 def export_draft(
     source: str,
-    out: Path,
+    out: Path | None = None,
     *,
     precision: str = DEFAULT_PRECISION,
     name: str = "",
-    cache: Path | None = None,
     progress: Progress = no_progress,
 ) -> Path:
     """Export the model `source`, a Hugging Face folder or hub name, to the draft folder `out`.
 
-    An `out` that already holds a whole draft of the same source and precision is left as it is.
+    An `out` that already holds a whole draft of the same source and precision is left as it is. Without
+    `out` the draft goes to `default_folder`. `name` is what the manifest calls the model and its source.
 
     Raises:
         SpecwireError: BAD_REQUEST (no such model, unknown precision, `out` is something else),
-            UNSUPPORTED_MODEL (an architecture that cannot be exported), UNAVAILABLE (disk).
+            UNSUPPORTED_MODEL (an architecture that cannot be exported), UNAVAILABLE (disk, network).
     """
     if precision not in PRECISIONS:
         raise SpecwireError(
@@ -61,42 +62,60 @@ def export_draft(
             f"The precision '{precision}' is unknown.",
             f"Choose one of {', '.join(PRECISIONS)}.",
         )
+    out = out or default_folder(source, precision)
     if out.exists() and not (out / MANIFEST_NAME).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise SpecwireError(
             FaultKind.BAD_REQUEST,
             f"{out} exists and is not a draft folder.",
             "Choose another --out; nothing was changed.",
         )
-    label = name or Path(source).name
+    origin = name or _origin(source)
+    label = name or Path(origin).name
 
     def is_whole(folder: Path) -> bool:
         try:
             manifest = read_manifest(folder)
         except SpecwireError:
             return False
-        return manifest.name == label and precision in (AUTO, manifest.precision)
+        # An earlier version wrote no source; the name that a caller chose tells as much.
+        same = manifest.source == origin or (not manifest.source and manifest.name == name)
+        return same and precision in (AUTO, manifest.precision)
 
     def build(folder: Path) -> None:
-        progress(f"Looking for {label}", None)
-        read_config(source)
+        progress(f"Getting {label}", None)
+        model = fetch(source)
+        read_config(str(model))
         chosen = precision
         if precision == AUTO:
-            chosen = Q4_EXACT if _comes_from_four_bits(source) else "int8"
+            chosen = Q4_EXACT if _comes_from_four_bits(model) else "int8"
         progress(f"Exporting {label} at {chosen}", None)
         work = folder / "builder"
-        _run_builder(source, work, "fp32" if chosen == Q4_EXACT else chosen, cache)
+        _run_builder(model, label, work, "fp32" if chosen == Q4_EXACT else chosen)
         progress(f"Writing {label} at {chosen}", None)
-        _assemble(work, folder, label, chosen)
+        _assemble(work, folder, label, origin, chosen)
         shutil.rmtree(work)
 
     return build_folder(out, is_whole, build, progress)
 
 
-def _comes_from_four_bits(source: str) -> bool:
-    """Whether a local model's first linear weight has a 4-bit grid; nothing is downloaded to find out."""
+def default_folder(source: str, precision: str) -> Path:
+    """Where a draft of `source` goes when nobody says: beside the built-in one, in the cache."""
+    origin = _origin(source)
+    name = Path(origin).name if local_folder(source) else origin.replace("/", "--")
+    return cache_dir() / "models" / (f"{name}-draft" if precision == AUTO else f"{name}-draft-{precision}")
+
+
+def _origin(source: str) -> str:
+    """A hub name as it is, a folder by its absolute path."""
+    folder = local_folder(source)
+    return str(folder.expanduser().resolve()) if folder else source
+
+
+def _comes_from_four_bits(folder: Path) -> bool:
+    """Whether the model's first linear weight has a 4-bit grid."""
     from safetensors import safe_open
 
-    for path in sorted(Path(source).glob("*.safetensors")):
+    for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as tensors:
             for name in sorted(tensors.keys()):
                 if name.endswith("proj.weight"):
@@ -105,15 +124,17 @@ def _comes_from_four_bits(source: str) -> bool:
     return False
 
 
-def _run_builder(source: str, out: Path, precision: str, cache: Path | None) -> None:
-    """Run the model builder; what it prints is kept for the error message only."""
-    where = ["-i", source] if Path(source).is_dir() else ["-m", source]
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", *where, "-o", str(out)]
-    command += ["-p", precision, "-e", "cpu", "-c", str(cache or out.with_name("hub"))]
+def _run_builder(model: Path, label: str, out: Path, precision: str) -> None:
+    """Run the model builder on a local model; what it prints is kept for the error message only.
+
+    It never asks the hub: for that it would demand a token, even where the model is public.
+    """
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model), "-o", str(out)]
+    command += ["-p", precision, "-e", "cpu", "-c", str(out / "cache")]
     finished = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if finished.returncode == 0 and (out / MODEL_NAME).is_file():
         return
-    raise build_failed(f"The model '{source}' cannot be exported", finished.stderr, out.parent)
+    raise build_failed(f"The model '{label}' cannot be exported", finished.stderr, out.parent)
 
 
 def build_failed(what: str, stderr: str, folder: Path) -> SpecwireError:
@@ -128,7 +149,7 @@ def build_failed(what: str, stderr: str, folder: Path) -> SpecwireError:
     )
 
 
-def _assemble(work: Path, folder: Path, label: str, precision: str) -> None:
+def _assemble(work: Path, folder: Path, label: str, origin: str, precision: str) -> None:
     """Turn the builder's folder `work` into a draft folder; the manifest comes last."""
     genai = json.loads((work / "genai_config.json").read_text(encoding="utf-8"))["model"]
     decoder = genai["decoder"]
@@ -175,6 +196,7 @@ def _assemble(work: Path, folder: Path, label: str, precision: str) -> None:
             if template.is_file()
             else tokenizer_config.get("chat_template"),
             files=tuple(record_file(folder, file) for file in (MODEL_NAME, DATA_NAME, TOKENIZER_NAME)),
+            source=origin,
         ),
     )
 

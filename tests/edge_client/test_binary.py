@@ -12,8 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from PyInstaller.archive.readers import CArchiveReader
 
 from cloud_verifier.local import local_verifier
+from deploy.binary import build as build_module
 from deploy.binary.build import add_draft, build, folder_bytes
 
 pytestmark = pytest.mark.slow
@@ -152,6 +154,30 @@ def test_a_wrong_address_is_said_and_not_a_traceback(root: Path) -> None:
 
 def test_it_holds_the_client_alone(program: Path) -> None:
     names = {path.name.lower() for path in program.rglob("*")}
-    for foreign in ("torch", "transformers", "cloud_verifier", "pytest", "scipy", "onnx"):
+    modules = frozen_modules(program / "edge-client")
+    assert {"edge_client", "shared", "grpc"} <= modules
+    for foreign in ("torch", "transformers", "cloud_verifier", "pytest", "scipy", "onnx", "cffi"):
         assert foreign not in names
+        assert foreign not in modules
+    assert not [name for name in names if name.startswith("_cffi")]
     assert folder_bytes(program) < 200e6
+
+
+def frozen_modules(executable: Path) -> set[str]:
+    """Top-level names of the pure Python modules, which lie in an archive inside the executable."""
+    archive = CArchiveReader(str(executable))
+    return {name.partition(".")[0] for name in archive.open_embedded_archive("PYZ.pyz").toc}
+
+
+def test_a_checkout_of_another_user_has_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is in a container that builds in a folder of its host."""
+    monkeypatch.setattr(build_module, "ROOT", tmp_path)
+    assert build_module.build_info()["commit"] == "unknown"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.example"]
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "first"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+    if os.geteuid() == 0:
+        for path in (tmp_path, tmp_path / ".git"):
+            os.chown(path, 12345, 12345)
+    assert build_module.build_info()["commit"] == commit.strip()

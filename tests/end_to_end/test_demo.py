@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,12 @@ import pytest
 
 def run(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, check=False, timeout=280
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env=os.environ | {"COLUMNS": "120"},  # a table's head is one line
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -30,8 +37,14 @@ def one_prompt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_demo_writes_a_true_answer_together(target_dir: Path, draft_dir: Path) -> None:
     shown = run("cloud_verifier.demo", "What is the capital of France?", "--max-tokens", "12")
     assert shown.count("Paris") >= 2  # together, and alone
-    assert "together" in shown
-    assert "bytes up per drafted token" in shown
+    rows = [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in shown.splitlines() if line[:1] in ("│", "┃")]
+    assert rows[0] == ["", "tokens/s", "tokens", "first token", "accepted", "bytes up per drafted token"]
+    together, alone = rows[1:]
+    assert together[0] == "together"
+    assert together[2] == alone[2]  # greedy: the same text
+    assert re.fullmatch(r"\d+%", together[4])
+    assert int(together[5]) > 0
+    assert alone[4:] == ["-", "-"]
 
 
 def test_the_loopback_bench_reports_what_it_promises(
@@ -46,7 +59,15 @@ def test_the_loopback_bench_reports_what_it_promises(
     }
     for key in ("machine", "versions", "settings"):
         assert report[key]
-    for key in ("speedup_vs_hf_generate", "speedup_vs_cloud_ar", "bytes_up_per_draft_token"):
+    for key in (
+        "speedup_vs_hf_generate",
+        "speedup_vs_cloud_ar",
+        "cloud_ar_vs_hf_generate",
+        "acceptance",
+        "tokens_per_round",
+        "bytes_up_per_draft_token",
+    ):
+        assert report[key]
         assert all(value > 0 for value in report[key].values())
     for shares in report["time_share"].values():
         assert set(shares) == {"draft", "codec", "network", "queue", "forward", "verification", "rest"}
