@@ -104,7 +104,7 @@ def test_logits_for_padding_ids_never_come_out_whichever_side_has_more(
             expected.append(int(logits[: draft.manifest.vocab_size].argmax()))
         assert list(result.tokens) == expected[len(prompt) :]
         assert max(result.tokens) < draft.manifest.vocab_size < len(logits)
-        assert (len(logits) < draft.vocab_size) is (narrower == "target")
+        assert (len(logits) < draft.manifest.num_logits) is (narrower == "target")
 
 
 @pytest.mark.slow
