@@ -217,7 +217,7 @@ def test_a_token_that_was_drawn_from_beyond_what_was_sent_is_refused(
     monkeypatch.setattr("edge_client.generate.get_codec", lambda name: UntruncatingCodec())
     with pytest.raises(SpecwireError, match="probability 0 in its own distribution") as raised:
         sample(write_many, tiny_verifier, tiny_models, PLAIN, 1, max_new_tokens=6, k=3, codec="lattice")
-    assert raised.value.kind is FaultKind.BAD_TOKENS
+    assert raised.value.kind is FaultKind.BAD_PAYLOAD
 
 
 @pytest.mark.slow
