@@ -8,7 +8,7 @@ from cloud_verifier.benchmarks.logits import (
     _rate_distortion,
     _summary,
 )
-from cloud_verifier.benchmarks.siblings import JudgedRound, pass_times, sibling_table
+from cloud_verifier.benchmarks.siblings import JudgedRound, guess_table, pass_times, sibling_table
 from cloud_verifier.target_model import TargetModel
 from edge_client.draft_model import DraftModel
 from shared.codecs import CODECS, Row
@@ -22,7 +22,11 @@ def random_logits(seed, num_rows=18, vocab_size=300):
 def test_every_codec_with_distributions_is_measured_against_exact_q(vocab_size):
     judged = random_logits(1)
     table = _rate_distortion(judged + random_logits(2) / 3, judged, 1.0, vocab_size)
-    assert set(table) == {"exact"} | {name for name, codec in CODECS.items() if codec.carries_q}
+    packed = {f"{name}, a block in a packet" for name in ("lattice", "lattice_coarse")}
+    assert set(table) == {"exact"} | packed | {name for name, codec in CODECS.items() if codec.carries_q}
+    for name in packed:
+        assert table[name]["block_of_8_in_a_packet"] == 1
+        assert table[name]["bytes_mean"] <= table[name.partition(",")[0]]["bytes_mean"]
     assert abs(table["dense_f32"]["overlap_lost"]) < 1e-6
     assert table["dense_f32"]["bytes_mean"] == 4 * vocab_size
     lost = [table[name]["overlap_lost"] for name in ("lattice_fine", "lattice", "lattice_coarse")]
@@ -32,6 +36,20 @@ def test_every_codec_with_distributions_is_measured_against_exact_q(vocab_size):
     assert 0 < table["exact"]["overlap"] < 1
     assert 0 < table["lattice"]["block_of_8_in_a_packet"] <= 1
     assert table["dense_f32"]["block_of_8_in_a_packet"] == 0
+
+
+def test_guessed_corrections_are_counted():
+    rows = [Row(np.array([2, 5, 7, 9], np.int32), np.array([2, 8, 4, 2]), 16)] * 2
+    rounds = [
+        JudgedRound.of((5, 7), rows, 1, 5),  # the likeliest token, where another was drafted
+        JudgedRound.of((5, 7), rows, 0, 3),  # q does not have it
+        JudgedRound.of((5, 7), rows, 2, 4),  # nothing was rejected
+        JudgedRound.of((5, 7), rows, 0, 9),
+    ]
+    shares = guess_table(rounds)
+    assert shares["rejected"] == 0.75
+    assert shares["1 guessed"] == 0.25
+    assert shares["8 guessed"] == 0.5
 
 
 def test_judging_is_timed_for_every_rule():
