@@ -386,11 +386,13 @@ def _unreachable(details: str, address: str, tls: Tls | None) -> DisconnectedErr
             f"The host name in {address} is unknown.",
             "Check the spelling and the network connection.",
         )
-    if tls is None and "failed to connect" in lowered and "socket closed" in lowered:
+    if "failed to connect" in lowered and "socket closed" in lowered:
         return DisconnectedError(
             FaultKind.UNAVAILABLE,
             f"What answers at {address} closes the connection at once.",
-            "If the verifier uses TLS, leave out --insecure.",
+            "If the verifier uses TLS, leave out --insecure."
+            if tls is None
+            else "If the verifier asks for client certificates, give --tls-cert and --tls-key.",
         )
     if "failed parsing http/2" in lowered:
         return DisconnectedError(

@@ -90,7 +90,7 @@ _MAX_SAVED_TOKENS = 100.0  # what a draft that paid may save up for trying it wh
 _ALONE = 0.6  # as long as drafting and judging at the same time, until it was tried
 _GUESSED_DRAFT_S = 0.01  # a token, before one was drafted
 _SOME_BYTES, _SOME_OVERLAP = 10.0, 0.01  # small steps, to see what they change
-_MAX_PRICE = 1e-3  # of a byte; coarser distributions are not worth it anywhere
+_NOTHING, _MAX_PRICE = 1e-6, 1e-3  # of a byte; coarser distributions are not worth it anywhere
 
 
 class AutoController:
@@ -274,7 +274,9 @@ def _num_tokens(done: Round) -> int:
 
 
 def _price_in_words(price: float | None) -> str:
-    return "blocks of one packet" if price is None else f"bytes at {price:.0e} of overlap each"
+    if price is None:
+        return "blocks of one packet"
+    return f"bytes at {price:.0e} of overlap each" if price >= _NOTHING else "bytes for nothing"
 
 
 def _in_words(plan: Plan) -> str:

@@ -446,6 +446,11 @@ async def test_the_clients_options_name_its_certificate(model, certificates):
         make_verifier(replace(options, verifier=f"localhost:{port}")) as verifier,
     ):
         assert (await verifier.describe()).model
+        without = replace(options, verifier=f"localhost:{port}", tls_cert=None, tls_key=None)
+        async with make_verifier(without) as refused:
+            with pytest.raises(SpecwireError) as raised:
+                await refused.describe()
+        assert "--tls-cert" in raised.value.remedy
     with pytest.raises(SpecwireError, match="without its private key"):
         make_verifier(replace(options, tls_key=None))
 
