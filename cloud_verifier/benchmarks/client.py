@@ -287,7 +287,7 @@ def wanted(report: dict[str, Any]) -> dict[str, dict[str, float | bool]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("bench-results/client.json"))
-    parser.add_argument("--num-prompts", type=int, default=13)
+    parser.add_argument("--num-prompts", type=int, default=26)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
