@@ -86,6 +86,12 @@ class DraftModel:
         """Another context, empty, on the same weights. Two contexts may run in two threads at once."""
         return DraftModel(self.manifest, self._session, max_context=self.max_context)
 
+    def warm(self) -> None:
+        """Has the memory of the first positions handed over, which a first answer would wait for."""
+        self._reserve(1)
+        for buffer in self._kv.values():
+            buffer[:, :, self.kv_len :] = 0.0
+
     def rollback(self, length: int) -> None:
         """Forget everything from position `length` on."""
         if not 0 <= length <= self.kv_len:

@@ -31,6 +31,7 @@ from edge_client.startup import (
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import Description
 
+_SPARE_AFTER_S = 1.0
 DEFAULT_CONTEXTS = 8
 _LOST_OR_ANOTHER = frozenset(
     {
@@ -75,6 +76,8 @@ class Backend:
         self._choices: Choices | None = None
         self._ask_after = 0.0
         self._pool: Pool | None = None
+        self._spare: DraftModel | None = None
+        self._sparing: asyncio.Task[None] | None = None
 
     def _controller(self) -> Controller:
         return self.options.controller(self._choices.description if self._choices else None, self._known)
@@ -121,6 +124,9 @@ class Backend:
             self._choices, self._ask_after = None, 0.0
 
     async def close(self) -> None:
+        if self._sparing is not None:
+            self._sparing.cancel()
+            await asyncio.wait([self._sparing])
         if self._pool is not None:
             await self._pool.close()
 
@@ -134,9 +140,22 @@ class Backend:
         return Conversation(
             self.verifier,
             self._choices.description if self._choices is not None else None,
-            SharedModel(self._model.fork(), self._turnstile) if self._model is not None else None,
+            SharedModel(self._take_model(self._model), self._turnstile) if self._model is not None else None,
             session_settings(self.options, self.manifest, logprobs),
         )
+
+    def _take_model(self, model: DraftModel) -> DraftModel:
+        taken, self._spare = self._spare or model.fork(), None
+        if self._sparing is None or self._sparing.done():
+            self._sparing = asyncio.create_task(self._make_spare(model))
+        return taken
+
+    async def _make_spare(self, model: DraftModel) -> None:
+        """A draft context whose memory is there already, for the answer after this one."""
+        await asyncio.sleep(_SPARE_AFTER_S)
+        spare = model.fork()
+        await asyncio.to_thread(spare.warm)
+        self._spare = spare
 
 
 @asynccontextmanager

@@ -136,3 +136,15 @@ def test_rollback_goes_backwards_only(tiny_draft: Path) -> None:
     model.feed([1, 2])
     with pytest.raises(ValueError, match="rollback to 3"):
         model.rollback(3)
+
+
+def test_a_warmed_context_holds_its_memory_and_nothing_else(tiny_draft):
+    model = DraftModel.load(tiny_draft, threads=1)
+    expected = model.feed([256, 1, 2]).copy()
+    spare = model.fork()
+    assert spare.kv_bytes == 0
+    spare.warm()
+    assert (spare.kv_len, spare.kv_bytes) == (0, model.kv_bytes)
+    assert np.array_equal(spare.feed([256, 1, 2]), expected)
+    spare.warm()  # keeps what is held
+    assert np.array_equal(spare.feed([3]), model.feed([3]))
