@@ -79,14 +79,16 @@ class LatticeCodec:
         # Ids that would round to nothing are left out.
         counts = np.searchsorted(-mass, -0.6 * 0.5**_BITS, side="right").clip(min=1)
         counts[0] = 1
-        grid = _estimated_bits(mass, vocab_size)
-        num_bits, cost = _weigh(mass, counts, grid, price)
-        best = int(np.argmin(cost))
+        sums = np.cumsum(mass, dtype=np.float64)
+        octaves = np.cumsum(np.log2(mass, dtype=np.float64))
+        num_bits = _estimated_bits(octaves, sums, counts, _BITS, vocab_size)
+        best = int(np.argmin(_lost(sums, counts) + price / 8 * num_bits))
         if num_bits[best] > room:  # fewer ids, coarser weights, or both
-            counts = np.minimum(counts, np.logical_and.accumulate(grid <= room, axis=1).sum(axis=1)).clip(
-                min=1
-            )
-            num_bits, cost = _weigh(mass, counts, grid, price)
+            every_count = np.arange(1, len(mass) + 1)
+            fits = _estimated_bits(octaves, sums, every_count, _BITS[:, None], vocab_size) <= room
+            counts = np.minimum(counts, np.logical_and.accumulate(fits, axis=1).sum(axis=1)).clip(min=1)
+            num_bits = _estimated_bits(octaves, sums, counts, _BITS, vocab_size)
+            cost = _lost(sums, counts) + price / 8 * num_bits
             best = int(np.argmin(np.where(num_bits <= max(room, num_bits[0]), cost, np.inf)))
         if budget is not None:
             budget.spend(float(num_bits[best]))
@@ -179,27 +181,31 @@ def _head(probs: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.floa
     return ids[order], mass[order]
 
 
-def _estimated_bits(mass: NDArray[np.float32], vocab_size: int) -> NDArray[np.float64]:
-    """[b, n - 1]: about how many bits a row takes with weights that sum to 2^b on the n likeliest ids."""
-    n = np.arange(1, len(mass) + 1)
-    octaves = np.cumsum(np.log2(mass, dtype=np.float64))
-    kept = np.log2(np.cumsum(mass, dtype=np.float64))
-    weights = 2.0 * (octaves - octaves[0] + (n - 1) * (_BITS[:, None] - kept))
-    bits: NDArray[np.float64] = (
-        np.maximum(weights, 0.0) + n * (np.log2(vocab_size / n) + _ID_BITS) + _ROW_BITS
-    )
-    return bits
+def _estimated_bits(
+    octaves: NDArray[np.float64],
+    sums: NDArray[np.float64],
+    counts: NDArray[np.int64],
+    bits: NDArray[np.int64],
+    vocab_size: int,
+) -> NDArray[np.float64]:
+    """About how many bits a row takes with weights that sum to 2^bits on the `counts` likeliest ids.
+
+    Args:
+        octaves, sums: [m], running sums of log2 of the probabilities, and of the probabilities.
+        counts, bits: of one shape when broadcast.
+    """
+    last = counts - 1
+    weights = 2.0 * (octaves[last] - octaves[0] + last * (bits - np.log2(sums[last])))
+    ids = counts * (np.log2(vocab_size / counts) + _ID_BITS)
+    estimate: NDArray[np.float64] = np.maximum(weights, 0.0) + ids + _ROW_BITS
+    return estimate
 
 
-def _weigh(
-    mass: NDArray[np.float32], counts: NDArray[np.int64], grid: NDArray[np.float64], price: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """For every b, with `counts[b]` ids: bits, and total variation + price x bytes, both estimated."""
-    lost = 1.0 - np.cumsum(mass, dtype=np.float64)[counts - 1]
-    # Rounding moves a quarter of a unit of each weight on average.
-    lost += np.where(counts > 1, counts * 0.125 * 0.5**_BITS, 0.0)
-    num_bits = grid[_BITS, counts - 1]
-    return num_bits, lost + price / 8 * num_bits
+def _lost(sums: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """For every b, about the total variation with `counts[b]` ids: what is left out, and rounding, which
+    moves a quarter of a unit of each weight on average."""
+    rounding: NDArray[np.float64] = np.where(counts > 1, counts * 0.125 * 0.5**_BITS, 0.0)
+    return 1.0 - sums[counts - 1] + rounding
 
 
 def _round(mass: NDArray[np.float32], total: int) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
