@@ -511,17 +511,24 @@ def test_json_tells_a_fault_too(options):
     }
 
 
-def test_json_tells_that_it_was_interrupted(options):
+def interrupted_run(*options: str, begun: str) -> tuple[bytes, bytes]:
+    """Both streams of a long answer, when Ctrl-C comes once the stream `begun` has said something."""
     running = subprocess.Popen(
-        [*COMMAND, "run", "hello", "--json", "--explain", "--max-tokens", "480", *options, "--k", "1"],
+        [*COMMAND, "run", "hello", "--max-tokens", "480", *options, "--k", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert running.stderr is not None
-    assert running.stderr.read(1)
+    stream = getattr(running, begun)
+    assert stream is not None
+    assert stream.read(1)
     running.send_signal(signal.SIGINT)
-    stdout, _ = running.communicate(timeout=60)
+    stdout, stderr = running.communicate(timeout=60)
     assert running.returncode == INTERRUPTED
+    return stdout, stderr
+
+
+def test_json_tells_that_it_was_interrupted(options):
+    stdout, _ = interrupted_run("--json", "--explain", *options, begun="stderr")
     assert json.loads(stdout)["error"]["kind"] == "interrupted"
 
 
@@ -615,16 +622,7 @@ def test_version():
 
 
 def test_ctrl_c_ends_a_run_quietly(options):
-    running = subprocess.Popen(
-        [*COMMAND, "run", "hello", "--max-tokens", "480", *options, "--k", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert running.stdout is not None
-    assert running.stdout.read(1)
-    running.send_signal(signal.SIGINT)
-    _, stderr = running.communicate(timeout=60)
-    assert running.returncode == INTERRUPTED
+    _, stderr = interrupted_run(*options, begun="stdout")
     assert b"Traceback" not in stderr
 
 
