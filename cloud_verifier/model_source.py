@@ -128,7 +128,7 @@ def _not_fetched(source: str, error: Exception) -> SpecwireError:
         return SpecwireError(
             FaultKind.BAD_REQUEST,
             f"The hub does not give '{source}' to this user.",
-            f"Ask for access at https://huggingface.co/{source}, then log in with `hf auth login`.",
+            "Ask for access on the model's page of the hub, then log in with `hf auth login`.",
         )
     if isinstance(error, RepositoryNotFoundError | HFValidationError):
         return SpecwireError(
@@ -145,7 +145,7 @@ def _not_fetched(source: str, error: Exception) -> SpecwireError:
     return SpecwireError(
         FaultKind.UNAVAILABLE,
         f"The model '{source}' cannot be downloaded: {type(error).__name__}.",
-        "Check that huggingface.co can be reached from here, and run the same command again: "
+        "Check that the hub can be reached from here, and run the same command again: "
         "it goes on where it was.",
     )
 
