@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cloud_verifier.native import load_library
+from shared import randomness
 from shared.config import cache_dir
 from shared.randomness import Purpose
 
@@ -27,13 +28,24 @@ Doubles = NDArray[np.float64]
 Cuts = tuple[Ints, Doubles, Floats]
 
 
+class Blocks(NamedTuple):
+    """Blocks of a batch: block b has rows first[b] ... first[b + 1] - 1, one more than drafted tokens."""
+
+    first: Ints  # [B + 1]
+    drafted: Ints  # [N], all blocks' tokens
+
+    @property
+    def num(self) -> int:
+        return len(self.first) - 1
+
+
 class RowKernel:
     """The compiled functions. `logits` are float32 [P, V] on the CPU, dense in their second dimension; `rows`
     int64 [R] says which of them are meant, and `rate` float32 [R] is log2(e) / temperature."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name in ("summary", "draw", "coupled", "truncate"):
+        for name in ("summary", "token", "draw", "coupled", "truncate", "uniforms"):
             getattr(library, f"specwire_{name}").restype = None
 
     def summary(self, logits: torch.Tensor, rows: Ints, rate: Floats) -> tuple[Floats, Ints, Doubles]:
@@ -44,24 +56,56 @@ class RowKernel:
         self._call("summary", logits, rows, rate, top, place, mass)
         return top, place, mass
 
+    def token(
+        self,
+        logits: torch.Tensor,
+        rows: Ints,
+        blocks: Blocks,
+        drawn: Doubles,
+        uniform: Doubles,
+        weight: Doubles,
+        rate: Floats,
+        top: Floats,
+        mass: Doubles,
+    ) -> Ints:
+        """num_accepted of each block, token by token against (1 - weight) p + weight q.
+
+        Args:
+            drawn: [N], q of the drafted tokens themselves.
+            uniform: [R] draws in [0, 1).
+            weight: [B].
+            top, mass: [R], written for the rows that are reached, as `summary` gives them.
+        """
+        num_accepted = np.empty(blocks.num, np.int64)
+        arrays = (*blocks, drawn, uniform, weight, rate, top, mass, num_accepted)
+        self._call("token", logits, rows, *arrays, num=blocks.num)
+        return num_accepted
+
     def draw(
         self,
         logits: torch.Tensor,
         rows: Ints,
+        first: Ints,
+        num_accepted: Ints,
+        scale: Doubles,
+        q: tuple[Ints, Ints, Doubles],
         rate: Floats,
         top: Floats,
-        factor: Floats,
-        q: tuple[Ints, Ints, Doubles],
+        mass: Doubles,
         uniform: Doubles,
     ) -> Ints:
-        """One id a row, from max(factor exp((x - top) / T) - q, 0), or without q where that has no mass.
+        """The id behind what is accepted of each block: from max(scale p - q, 0) after a rejection, from p
+        where that has no mass or where all is accepted.
 
         Args:
-            q: offsets [R + 1], ids (ascending in each row) and probabilities of its entries.
-            uniform: [R] draws in [0, 1).
+            first: as in `Blocks`.
+            scale: [B].
+            q: offsets [N + 1] of the drafted tokens, ids (ascending in each) and probabilities [nnz].
+            rate, top, mass, uniform: [R].
         """
-        out = np.empty(len(rows), np.int64)
-        self._call("draw", logits, rows, rate, top, factor, *q, uniform, out)
+        out = np.empty(len(num_accepted), np.int64)
+        arrays = (first, num_accepted, scale, *q, rate, top, mass, uniform, out)
+        self._call("draw", logits, rows, *arrays, num=len(num_accepted))
         return out
 
     def truncate(
@@ -88,38 +132,40 @@ class RowKernel:
         self,
         logits: torch.Tensor,
         rows: Ints,
-        first: Ints,
-        drafted: Ints,
+        blocks: Blocks,
         rate: Floats,
-        top: Floats,
-        likeliest: Ints,
         keys: tuple[Ints, Ints],
+        top: Floats,
     ) -> tuple[Ints, Ints]:
-        """num_accepted and the token beyond, for blocks whose rows are first[b] ... first[b + 1] of `rows`.
+        """num_accepted and the token beyond, of each block.
 
         Args:
-            drafted: [R - B], all blocks' tokens.
-            top, likeliest: [R], as from `summary`.
             keys: seed and position of each row, [R] each.
+            top: [R], written for the rows that are reached, as `summary` gives it.
         """
-        num_accepted, out = np.empty(len(first) - 1, np.int64), np.empty(len(first) - 1, np.int64)
-        self._library.specwire_coupled(
-            *_matrix(logits),
-            _pointer(rows),
-            ctypes.c_size_t(len(first) - 1),
-            *(_pointer(array) for array in (first, drafted, rate, top, likeliest, *keys)),
-            ctypes.c_uint32(Purpose.COUPLED),
-            _pointer(num_accepted),
-            _pointer(out),
-            ctypes.c_int(torch.get_num_threads()),
-        )
+        num_accepted, out = np.empty(blocks.num, np.int64), np.empty(blocks.num, np.int64)
+        arrays = (*blocks, rate, *keys, top, num_accepted, out)
+        self._call("coupled", logits, rows, *arrays, num=blocks.num)
         return num_accepted, out
 
-    def _call(self, name: str, logits: torch.Tensor, rows: Ints, *arrays: NDArray[Any]) -> None:
+    def uniforms(self, seeds: Ints, purpose: Purpose, positions: Ints, bases: Ints) -> Doubles:
+        """`shared.randomness.uniforms` of n draws; `seeds` are their 64 bits as int64."""
+        out = np.empty(len(seeds))
+        self._library.specwire_uniforms(
+            ctypes.c_size_t(len(seeds)),
+            *(_pointer(array) for array in (seeds, positions, bases)),
+            ctypes.c_uint32(purpose),
+            _pointer(out),
+        )
+        return out
+
+    def _call(
+        self, name: str, logits: torch.Tensor, rows: Ints, *arrays: NDArray[Any], num: int | None = None
+    ) -> None:
         getattr(self._library, f"specwire_{name}")(
             *_matrix(logits),
             _pointer(rows),
-            ctypes.c_size_t(len(rows)),
+            ctypes.c_size_t(len(rows) if num is None else num),
             *(_pointer(array) for array in arrays),
             ctypes.c_int(torch.get_num_threads()),
         )
@@ -132,6 +178,14 @@ def row_kernel() -> RowKernel | None:
         _SOURCE, cache_dir(), instead="verification runs on torch's operations, more slowly"
     )
     return None if library is None else RowKernel(library)
+
+
+def uniforms(seeds: Ints, purpose: Purpose, positions: Ints, bases: Ints) -> Doubles:
+    """`shared.randomness.uniforms` of n draws; `seeds` are their 64 bits as int64."""
+    kernel = row_kernel()
+    if kernel is None:
+        return randomness.uniforms(seeds.view(np.uint64), purpose, positions, bases)
+    return kernel.uniforms(seeds, purpose, positions, bases)
 
 
 def kernel_for(logits: torch.Tensor) -> RowKernel | None:

@@ -1,5 +1,5 @@
-/* What verification needs of rows of logits, read as few times as possible: their maxima and normalisers in one
- * reading of all rows, and then one token for each session from a row or two of it.
+/* What verification needs of rows of logits, read as few times as possible: maxima and normalisers in one reading
+ * of those that decide something, and then one token for each session from a row of it.
  *
  * x is float32 with `stride` floats from row to row; `rows` says which rows are meant. A row's weights are
  * exp((x - top) / T) = 2^((x - top) * rate). Sums run over fixed pieces of a row, so that nothing depends on the
@@ -15,51 +15,42 @@
 #pragma GCC target("prefer-vector-width=512")
 #endif
 
-enum { PIECE = 1024, BLOCK = 32 };
+enum { PIECE = 1024, BLOCK = 32, COUPLED = 4, EXCESS = 1 << 8 }; /* BLOCK and the rest: shared/randomness.py */
 
-/* 2^t for t <= 0, to two units in the last place; 0 below 2^-126, so that a forbidden token (t = -inf) has none.
- * The polynomial is that of Cephes' exp2f. */
-static inline float power(float t) {
-    const float bounded = t < -126.0f ? -126.0f : t;
+/* 2^t for t <= 0, to two units in the last place; what is below 2^-126 comes out as 2^-126. The polynomial has the
+ * least relative error on [-1/2, 1/2] of those of degree 5 that are 1 at 0. */
+static inline float power_or_tiny(float t) {
+    const float bounded = t > -126.0f ? t : -126.0f;
     const float shifted = bounded + 12582912.0f; /* 1.5 * 2^23: rounds to an integer, which its low bits then hold */
     const float f = bounded - (shifted - 12582912.0f);
-    float p = 1.535336188319500e-4f;
-    p = p * f + 1.339887440266574e-3f;
-    p = p * f + 9.618437357674640e-3f;
-    p = p * f + 5.550332471162809e-2f;
-    p = p * f + 2.402264791363012e-1f;
-    p = p * f + 6.931472028550421e-1f;
+    float p = 1.326472731307149e-3f;
+    p = p * f + 9.671512991189957e-3f;
+    p = p * f + 5.550733581185341e-2f;
+    p = p * f + 2.4022242426872253e-1f;
+    p = p * f + 6.931470036506653e-1f;
     p = p * f + 1.0f;
     uint32_t exponent, bits;
     memcpy(&exponent, &shifted, 4);
     memcpy(&bits, &p, 4);
     bits += exponent << 23;
     memcpy(&p, &bits, 4);
-    return t < -126.0f ? 0.0f : p;
+    return p;
 }
 
-/* Sum of a row's weights. While the sum is worked out the row at `ahead` is fetched from memory. */
-static double mass_of(const float *x, size_t vocab, float top, float rate, const float *ahead) {
-    double mass = 0.0;
-    for (size_t at = 0; at < vocab; at += PIECE) {
-        const size_t end = at + PIECE < vocab ? at + PIECE : vocab;
-        float sum = 0.0f;
-        for (size_t i = at; i < end; i += 16) __builtin_prefetch(ahead + i, 0, 2);
-#pragma omp simd reduction(+ : sum)
-        for (size_t i = at; i < end; i++) sum += power((x[i] - top) * rate);
-        mass += sum;
-    }
-    return mass;
-}
+/* 0 below 2^-126, so that a forbidden token (t = -inf) has no weight. */
+static inline float power(float t) { return t < -126.0f ? 0.0f : power_or_tiny(t); }
 
-/* The largest of a row and its lowest place; NaN where the row has one. */
-static float top_of(const float *x, size_t vocab, int64_t *place) {
+/* The largest of a row and its lowest place; NaN where the row has one. Where `rate` is not 0, also the sum of
+ * its weights, a piece at a time while that is in the nearest cache: what is summed so far is scaled down when
+ * a larger logit turns up. 1 in a row that is not finite. */
+static float read_row(const float *x, size_t vocab, float rate, int64_t *place, double *mass) {
     float top = -INFINITY;
+    double total = 0.0;
     uint32_t magnitude = 0; /* of the bits without sign: a NaN is larger than an infinity */
     size_t piece = 0;
     for (size_t at = 0; at < vocab; at += PIECE) {
         const size_t end = at + PIECE < vocab ? at + PIECE : vocab;
-        float best = -INFINITY;
+        float best = -INFINITY, sum = 0.0f;
 #pragma omp simd reduction(max : best, magnitude)
         for (size_t i = at; i < end; i++) {
             uint32_t bits;
@@ -69,24 +60,52 @@ static float top_of(const float *x, size_t vocab, int64_t *place) {
             best = x[i] > best ? x[i] : best;
         }
         if (best > top) {
+            total *= power((top - best) * rate);
             top = best;
             piece = at;
         }
+        if (rate == 0.0f || !isfinite(top)) continue;
+        for (size_t i = end; i < end + PIECE; i += 16) __builtin_prefetch(x + i, 0, 2);
+#pragma omp simd reduction(+ : sum)
+        for (size_t i = at; i < end; i++) sum += power_or_tiny((x[i] - top) * rate);
+        total += sum;
     }
     while (piece + 1 < vocab && x[piece] != top) piece++;
     *place = (int64_t)piece;
-    return magnitude > 0x7f800000 ? NAN : top;
+    if (magnitude > 0x7f800000) top = NAN;
+    *mass = rate != 0.0f && isfinite(top) ? total : 1.0;
+    return top;
 }
 
 /* For each of n rows: its maximum, where that is, and its mass where `rate` is not 0. */
 void specwire_summary(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n,
                       const float *rate, float *top, int64_t *place, double *mass, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (n * vocab > 1 << 15)
-    for (size_t r = 0; r < n; r++) {
-        const float *row = x + (size_t)rows[r] * stride;
-        top[r] = top_of(row, vocab, place + r);
-        const float *ahead = r + 1 < n ? x + (size_t)rows[r + 1] * stride : row;
-        mass[r] = rate[r] != 0.0f && isfinite(top[r]) ? mass_of(row, vocab, top[r], rate[r], ahead) : 1.0;
+    for (size_t r = 0; r < n; r++)
+        top[r] = read_row(x + (size_t)rows[r] * stride, vocab, rate[r], place + r, mass + r);
+}
+
+/* Token-wise rejection sampling of n blocks: block b has rows first[b] ... first[b + 1] - 1 of the batch, one more
+ * than drafted tokens, of which `drawn` is q. Top and mass are given of the rows that are reached; those behind the
+ * first rejected token are not looked at. A block stops at a row that is not finite. */
+void specwire_token(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n,
+                    const int64_t *first, const int64_t *drafted, const double *drawn, const double *uniform,
+                    const double *weight, const float *rate, float *top, double *mass, int64_t *num_accepted,
+                    int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (n > 1)
+    for (size_t b = 0; b < n; b++) {
+        const size_t num_drafted = (size_t)(first[b + 1] - first[b]) - 1;
+        for (size_t i = 0; i <= num_drafted; i++) {
+            const size_t r = (size_t)first[b] + i, token = r - b; /* every earlier block has one more row */
+            const float *row = x + (size_t)rows[r] * stride;
+            int64_t place;
+            top[r] = read_row(row, vocab, rate[r], &place, mass + r);
+            num_accepted[b] = (int64_t)i;
+            if (i == num_drafted || !isfinite(top[r])) break;
+            const double p = power((row[drafted[token]] - top[r]) * rate[r]) / mass[r];
+            /* u < p / q without the division: p = 0 is never accepted, not even at u = 0. */
+            if (!(uniform[r] * drawn[token] < (1.0 - weight[b]) * p + weight[b] * drawn[token])) break;
+        }
     }
 }
 
@@ -147,18 +166,31 @@ static int64_t draw(residual r, double uniform) {
     return found;
 }
 
-/* One token for each of n rows, from max(factor p - q, 0), or from p where that has no mass. `factor` is p's
- * multiplier over the row's mass; the entries of q of row r are offsets[r] ... offsets[r + 1] of ids and q. */
-void specwire_draw(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n, const float *rate,
-                   const float *top, const float *factor, const int64_t *offsets, const int64_t *ids,
-                   const double *q, const double *uniform, int64_t *out, int threads) {
+/* One token for each of n blocks (as in `specwire_token`), at the row behind what is accepted: from
+ * max(scale p - q, 0), from p where that has no mass or where all is accepted. The entries of q of token i are
+ * offsets[i] ... offsets[i + 1] - 1 of ids and q. */
+void specwire_draw(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n,
+                   const int64_t *first, const int64_t *num_accepted, const double *scale, const int64_t *offsets,
+                   const int64_t *ids, const double *q, const float *rate, const float *top, const double *mass,
+                   const double *uniform, int64_t *out, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (n * vocab > 1 << 15)
-    for (size_t r = 0; r < n; r++) {
-        const size_t first = (size_t)offsets[r];
-        const residual rest = {x + (size_t)rows[r] * stride, vocab, top[r], rate[r], factor[r], ids + first,
-                               q + first, (size_t)offsets[r + 1] - first};
-        out[r] = draw(rest, uniform[r]);
+    for (size_t b = 0; b < n; b++) {
+        const size_t r = (size_t)(first[b] + num_accepted[b]), token = r - b;
+        residual rest = {x + (size_t)rows[r] * stride, vocab, top[r], rate[r], (float)(scale[b] / mass[r]), 0, 0, 0};
+        if ((int64_t)r + 1 < first[b + 1]) {
+            rest.ids = ids + offsets[token];
+            rest.q = q + offsets[token];
+            rest.num_ids = (size_t)(offsets[token + 1] - offsets[token]);
+        }
+        out[b] = draw(rest, uniform[r]);
     }
+}
+
+static float largest_of(const float *x, size_t from, size_t end) {
+    float largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+    for (size_t i = from; i < end; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
 }
 
 typedef struct {
@@ -173,13 +205,6 @@ static int likelier(const void *left, const void *right) {
 
 static int earlier(const void *left, const void *right) {
     return ((const candidate *)left)->id - ((const candidate *)right)->id;
-}
-
-static float largest_of(const float *x, size_t from, size_t end) {
-    float largest = -INFINITY;
-#pragma omp simd reduction(max : largest)
-    for (size_t i = from; i < end; i++) largest = x[i] > largest ? x[i] : largest;
-    return largest;
 }
 
 /* What top-k, top-p and min-p leave of one row, into `kept`, likeliest first; returns how many. Only tokens above
@@ -281,6 +306,16 @@ static inline void philox(uint64_t seed, uint64_t position, uint32_t purpose, ui
     out[2] = c2;
 }
 
+/* `shared.randomness.uniforms` of n draws. */
+void specwire_uniforms(size_t n, const int64_t *seed, const int64_t *position, const int64_t *base, uint32_t purpose,
+                       double *out) {
+    for (size_t i = 0; i < n; i++) {
+        uint32_t words[3];
+        philox((uint64_t)seed[i], (uint64_t)position[i], purpose, (uint32_t)base[i], words);
+        out[i] = (double)(((uint64_t)words[1] << 32 | words[0]) >> 11) * 0x1p-53;
+    }
+}
+
 /* The uniform number in (0, 1) whose -log is the Exp(1) draw. */
 static inline double open_uniform(const uint32_t words[3]) {
     const uint64_t word = (uint64_t)words[1] << 32 | words[0];
@@ -293,7 +328,7 @@ typedef struct {
 } choice;
 
 static void look_into(const float *x, size_t vocab, float top, float rate, uint64_t seed, uint64_t position,
-                      uint32_t purpose, size_t block, double smallest, uint32_t place, choice *best) {
+                      size_t block, double smallest, uint32_t place, choice *best) {
     const size_t at = block * BLOCK;
     for (size_t i = 0; i < BLOCK && at + i < vocab; i++) {
         const double weight = power((x[at + i] - top) * rate);
@@ -301,7 +336,7 @@ static void look_into(const float *x, size_t vocab, float top, float rate, uint6
         double noise = smallest;
         if (i != place) {
             uint32_t words[3];
-            philox(seed, position, purpose | 1 << 8, (uint32_t)(at + i), words);
+            philox(seed, position, COUPLED | EXCESS, (uint32_t)(at + i), words);
             noise -= log(open_uniform(words));
         }
         if (noise / weight < best->ratio) *best = (choice){noise / weight, (int64_t)(at + i)};
@@ -310,44 +345,45 @@ static void look_into(const float *x, size_t vocab, float top, float rate, uint6
 
 /* The id with the smallest noise / weight of one row. */
 static int64_t coupled_choice(const float *x, size_t vocab, float top, int64_t likeliest, float rate, uint64_t seed,
-                              uint64_t position, uint32_t purpose) {
+                              uint64_t position) {
     choice best = {INFINITY, likeliest};
     const size_t num_blocks = (vocab + BLOCK - 1) / BLOCK, first = (size_t)likeliest / BLOCK;
     uint32_t words[3];
-    philox(seed, position, purpose, (uint32_t)first, words);
-    look_into(x, vocab, top, rate, seed, position, purpose, first, -log(open_uniform(words)) / BLOCK,
+    philox(seed, position, COUPLED, (uint32_t)first, words);
+    look_into(x, vocab, top, rate, seed, position, first, -log(open_uniform(words)) / BLOCK,
               words[2] % BLOCK, &best);
     for (size_t block = 0; block < num_blocks; block++) {
         const size_t at = block * BLOCK, end = at + BLOCK < vocab ? at + BLOCK : vocab;
         const double weight = power((largest_of(x, at, end) - top) * rate);
         if (block == first || !(weight > 0.0)) continue;
-        philox(seed, position, purpose, (uint32_t)block, words);
+        philox(seed, position, COUPLED, (uint32_t)block, words);
         const double uniform = open_uniform(words);
         /* Its smallest ratio is -log(uniform) / (32 weight), and -log(u) >= 1 - u. */
         if (1.0 - uniform > best.ratio * weight * BLOCK) continue;
-        look_into(x, vocab, top, rate, seed, position, purpose, block, -log(uniform) / BLOCK,
+        look_into(x, vocab, top, rate, seed, position, block, -log(uniform) / BLOCK,
                   words[2] % BLOCK, &best);
     }
     return best.id;
 }
 
-/* Coupled verification of n blocks: block b has rows first[b] ... first[b + 1] - 1 of the batch, one more than
- * drafted tokens. Rows behind the first token that is not the target's are not looked at. */
+/* Coupled verification of n blocks (as in `specwire_token`). */
 void specwire_coupled(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n,
-                      const int64_t *first, const int64_t *drafted, const float *rate, const float *top,
-                      const int64_t *likeliest, const int64_t *seed, const int64_t *position, uint32_t purpose,
-                      int64_t *num_accepted, int64_t *out, int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
+                      const int64_t *first, const int64_t *drafted, const float *rate, const int64_t *seed,
+                      const int64_t *position, float *top, int64_t *num_accepted, int64_t *out, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (n > 1)
     for (size_t b = 0; b < n; b++) {
         const size_t num_drafted = (size_t)(first[b + 1] - first[b]) - 1;
-        const int64_t *tokens = drafted + first[b] - (int64_t)b; /* every earlier block has one more row */
         for (size_t i = 0; i <= num_drafted; i++) {
             const size_t r = (size_t)first[b] + i;
+            const float *row = x + (size_t)rows[r] * stride;
+            int64_t likeliest;
+            double mass;
+            top[r] = read_row(row, vocab, 0.0f, &likeliest, &mass);
             num_accepted[b] = (int64_t)i;
-            out[b] = isfinite(top[r]) ? coupled_choice(x + (size_t)rows[r] * stride, vocab, top[r], likeliest[r],
-                                                       rate[r], (uint64_t)seed[r], (uint64_t)position[r], purpose)
+            out[b] = isfinite(top[r]) ? coupled_choice(row, vocab, top[r], likeliest, rate[r], (uint64_t)seed[r],
+                                                       (uint64_t)position[r])
                                       : 0;
-            if (i == num_drafted || out[b] != tokens[i]) break;
+            if (i == num_drafted || !isfinite(top[r]) || out[b] != drafted[r - b]) break;
         }
     }
 }

@@ -59,20 +59,22 @@ class Verification:
     Attributes:
         judge: the rule.
         needs_q: whether blocks must carry the distributions that they were drawn from.
-        weighs: whether the rule needs the normaliser of every row.
+        weighs: whether the rule needs the normaliser of every row that nothing truncates.
+        sequential: whether a rejected token ends the rule's work, so that no later row decides anything.
         lossy: whether the output can differ from the target's distribution.
     """
 
     judge: Rule
     needs_q: bool = True
     weighs: bool = True
+    sequential: bool = True
     lossy: bool = False
 
 
 # In order of preference.
 VERIFICATIONS: Mapping[str, Verification] = MappingProxyType(
     {
-        "block": Verification(judge_block),
+        "block": Verification(judge_block, sequential=False),
         "token": Verification(judge_token),
         "coupled": Verification(judge_coupled, needs_q=False, weighs=False),
         "greedy": Verification(judge_greedy, needs_q=False, weighs=False),
@@ -172,12 +174,17 @@ def _judge_group(
     verification = VERIFICATIONS[rule]
     adjusted = adjust_logits(logits, batch, blocks) if adjusts else logits
     index = np.arange(len(batch.rows)) if adjusts else batch.rows
-    rows = Rows.read(adjusted, index, batch.params, weigh=verification.weighs, choose=rule == "greedy")
+    greedy = rule == "greedy"
+    lazily = verification.sequential and not greedy
+    rows = Rows.read(adjusted, index, batch.params, weigh=verification.weighs, choose=greedy, lazily=lazily)
     num_accepted, tokens = verification.judge(rows, batch)
     # A NaN or +inf anywhere in a row shows in its maximum; -inf only forbids a token.
-    finite = torch.isfinite(rows.top)
+    faulty_rows = ~torch.isfinite(rows.top)
     block_of_row = torch.from_numpy(batch.block_of_row).to(logits.device)
-    faulty = torch.zeros_like(num_accepted).index_add_(0, block_of_row, (~finite).to(num_accepted.dtype))
+    if verification.sequential:
+        within = torch.from_numpy(batch.within).to(logits.device)
+        faulty_rows &= within <= num_accepted[block_of_row]
+    faulty = torch.zeros_like(num_accepted).index_add_(0, block_of_row, faulty_rows.to(num_accepted.dtype))
     # The one copy from the device.
     host = torch.stack([num_accepted, tokens, faulty]).cpu().numpy()
     logprobs = emitted_logprobs(logits, batch, blocks, host[0], host[1])

@@ -9,16 +9,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cloud_verifier.native_rows import Blocks, uniforms
 from cloud_verifier.verification.transforms import RowParams
 from cloud_verifier.verification.types import BlockInput
 from shared.messages import SamplingParams
-from shared.randomness import Purpose, uniforms
+from shared.randomness import Purpose
 
 
 @dataclass(frozen=True, slots=True)
 class DraftProbs:
     """q of every drafted token of a batch, in CSR form: row n is that of token n."""
 
+    offsets: NDArray[np.int64]  # [N + 1]
     token_of_entry: NDArray[np.int64]  # [nnz]
     ids: NDArray[np.int64]  # [nnz]
     probs: NDArray[np.float64]  # [nnz]
@@ -32,6 +34,7 @@ class Batch:
     Attributes:
         rows: int64 [R], rows of the pass that belong to these blocks, block by block.
         block_of_row: int64 [R].
+        within: int64 [R], place of each row in its block.
         block_of_token: int64 [N].
         starts: int64 [B], where a block's rows begin in `rows`.
         num_drafted: int64 [B].
@@ -46,6 +49,7 @@ class Batch:
 
     rows: NDArray[np.int64]
     block_of_row: NDArray[np.int64]
+    within: NDArray[np.int64]
     block_of_token: NDArray[np.int64]
     starts: NDArray[np.int64]
     num_drafted: NDArray[np.int64]
@@ -56,7 +60,7 @@ class Batch:
     params: RowParams
     fused_weight: NDArray[np.float64]
     draft: DraftProbs | None
-    _keys: tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]
+    _keys: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
     @property
     def num_blocks(self) -> int:
@@ -76,8 +80,12 @@ class Batch:
     @property
     def coupled_keys(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Seed (the 64 bits as int64) and position of each row, [R] each."""
-        seeds, positions, _ = self._keys
-        return seeds.view(np.int64), positions
+        return self._keys[:2]
+
+    @property
+    def blocks(self) -> Blocks:
+        """For the compiled rules."""
+        return Blocks(np.append(self.starts, len(self.rows)), self.tokens)
 
     def need_draft(self) -> DraftProbs:
         if self.draft is None:
@@ -110,6 +118,7 @@ def pack(blocks: Sequence[BlockInput], row_starts: Sequence[int], *, with_draft:
     return Batch(
         rows=np.array(row_starts, np.int64)[block_of_row] + within,
         block_of_row=block_of_row,
+        within=within,
         block_of_token=block_of_row[is_token],
         starts=starts,
         num_drafted=num_drafted,
@@ -120,7 +129,11 @@ def pack(blocks: Sequence[BlockInput], row_starts: Sequence[int], *, with_draft:
         params=params_of(samplings).of_rows(block_of_row),
         fused_weight=np.array([s.fused_weight for s in samplings], np.float64),
         draft=_pack_draft(blocks, tokens) if with_draft else None,
-        _keys=(np.array([s.seed for s in samplings], np.uint64)[block_of_row], bases + within, bases),
+        _keys=(
+            np.array([s.seed for s in samplings], np.uint64).view(np.int64)[block_of_row],
+            bases + within,
+            bases,
+        ),
     )
 
 
@@ -138,12 +151,15 @@ def _pack_draft(blocks: Sequence[BlockInput], tokens: NDArray[np.int64]) -> Draf
     """q of all blocks that have drafted tokens; each of them carries it."""
     parts = [b.q for b in blocks if b.q is not None and b.tokens]
     if not parts:
-        return DraftProbs(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+        none = np.zeros(0, np.int64)
+        return DraftProbs(np.zeros(1, np.int64), none, none, np.zeros(0), np.zeros(0))
     lengths = np.concatenate([q.offsets[1:] - q.offsets[:-1] for q in parts])
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
     token_of_entry = np.repeat(np.arange(len(lengths)), lengths)
     ids = np.concatenate([q.ids for q in parts]).astype(np.int64)
     probs = np.concatenate([q.probs for q in parts])
     drawn = np.zeros(len(lengths))
     hits = ids == tokens[token_of_entry]
     drawn[token_of_entry[hits]] = probs[hits]
-    return DraftProbs(token_of_entry, ids, probs, drawn)
+    return DraftProbs(offsets, token_of_entry, ids, probs, drawn)

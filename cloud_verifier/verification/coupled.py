@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from cloud_verifier.verification.batch import Batch
@@ -25,18 +24,9 @@ _EXCESS = 1 << 8
 
 def judge_coupled(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """(num_accepted [B], recovered or bonus token [B]); see `Rule`."""
-    if rows.kernel is not None and not rows.params.truncates(rows.vocab_size).any():
-        first = np.append(batch.starts, len(rows.index))
-        found = rows.kernel.coupled(
-            rows.logits,
-            rows.index,
-            first,
-            batch.tokens,
-            rows.params.rate(),
-            rows.top.numpy(),
-            rows.choice.numpy(),
-            batch.coupled_keys,
-        )
+    if rows.kernel is not None and rows.unread:
+        top, rate = rows.top.numpy(), rows.params.rate()
+        found = rows.kernel.coupled(rows.logits, rows.index, batch.blocks, rate, batch.coupled_keys, top)
         return torch.from_numpy(found[0]), torch.from_numpy(found[1])
     host_seeds, host_positions = batch.coupled_keys
     device = rows.device

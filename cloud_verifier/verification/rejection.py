@@ -30,9 +30,27 @@ def judge_fused(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _judge(rows: Rows, batch: Batch, fused_weight: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
-    device = rows.device
-    drawn = batch.need_draft().drawn
+    drawn, uniforms = batch.need_draft().drawn, batch.uniforms(Purpose.ACCEPT)
     target = TargetProbs(rows)
+    if rows.kernel is not None and rows.unread:
+        weight = np.zeros(batch.num_blocks) if fused_weight is None else fused_weight
+        found = (rows.params.rate(), rows.top.numpy(), rows.mass.numpy())
+        kept = rows.kernel.token(rows.logits, rows.index, batch.blocks, drawn, uniforms, weight, *found)
+        num_accepted = torch.from_numpy(kept)
+    else:
+        num_accepted = _num_accepted(target, batch, drawn, uniforms, fused_weight)
+    return num_accepted, draw_decisive(target, batch, num_accepted)
+
+
+def _num_accepted(
+    target: TargetProbs,
+    batch: Batch,
+    drawn: np.ndarray,
+    uniforms: np.ndarray,
+    fused_weight: np.ndarray | None,
+) -> torch.Tensor:
+    """[B]"""
+    device = target.rows.device
     token_rows = torch.from_numpy(batch.token_rows).to(device)
     # [N]
     judged = target.at(token_rows, torch.from_numpy(batch.tokens).to(device))
@@ -41,6 +59,5 @@ def _judge(rows: Rows, batch: Batch, fused_weight: np.ndarray | None) -> tuple[t
         judged *= torch.from_numpy(1.0 - weight).to(device)
         judged += torch.from_numpy(weight * drawn).to(device)
     # Accept iff u < p / q, written without the division: p = 0 is never accepted, not even at u = 0.
-    draws = torch.from_numpy(batch.uniforms(Purpose.ACCEPT)[batch.token_rows] * drawn).to(device)
-    num_accepted = batch.padded((draws < judged).long(), 0).cumprod(dim=1).sum(dim=1)
-    return num_accepted, draw_decisive(target, batch, num_accepted)
+    draws = torch.from_numpy(uniforms[batch.token_rows] * drawn).to(device)
+    return batch.padded((draws < judged).long(), 0).cumprod(dim=1).sum(dim=1)

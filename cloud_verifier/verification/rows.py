@@ -26,6 +26,8 @@ class Rows:
         choice: int64 [R], the lowest id of the largest logit; of rows that are not finite, any.
         params: of every row.
         kernel: reads such rows faster than torch does; None where there is none.
+        unread: the kernel's form of the rule is still to write `top` and `mass` of the rows that it looks at;
+            those of the others are 0 and 1.
     """
 
     logits: torch.Tensor
@@ -35,6 +37,7 @@ class Rows:
     choice: torch.Tensor
     params: RowParams
     kernel: RowKernel | None
+    unread: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -53,16 +56,28 @@ class Rows:
 
     @classmethod
     def read(
-        cls, logits: torch.Tensor, index: NDArray[np.int64], params: RowParams, *, weigh: bool, choose: bool
+        cls,
+        logits: torch.Tensor,
+        index: NDArray[np.int64],
+        params: RowParams,
+        *,
+        weigh: bool,
+        choose: bool,
+        lazily: bool,
     ) -> Rows:
-        """Reads all rows once.
+        """Reads all rows once, or none.
 
         Args:
+            lazily: whether the rule reads rows itself where there is a kernel and nothing truncates them.
             weigh: whether the rule needs the mass of rows that nothing truncates.
             choose: whether it needs `choice`; zeros are given otherwise where it is not free.
         """
         kernel = kernel_for(logits)
         weighed = params.weighed(logits.shape[1], plain=weigh)
+        if kernel is not None and lazily and not params.truncates(logits.shape[1]).any():
+            num = len(index)
+            nothing = (torch.zeros(num), torch.ones(num, dtype=torch.float64), torch.zeros(num).long())
+            return cls(logits, index, *nothing, params, kernel, unread=True)
         if kernel is not None:
             rate = np.where(weighed, params.rate(), np.float32(0))
             top, choice, mass = kernel.summary(logits, index, rate)

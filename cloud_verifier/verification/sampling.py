@@ -9,6 +9,7 @@ import torch
 
 from cloud_verifier.native_rows import RowKernel
 from cloud_verifier.verification.batch import Batch
+from cloud_verifier.verification.rows import Rows
 from cloud_verifier.verification.target_probs import TargetProbs
 from cloud_verifier.verification.transforms import SparseRows
 from shared.randomness import Purpose
@@ -45,6 +46,8 @@ def draw_decisive(
         num_accepted: [B].
         scale: float64 [B], what p is multiplied by before q is taken off; 1 when None.
     """
+    if target.sparse is None and target.rows.kernel is not None:
+        return _draw_natively(target.rows.kernel, target.rows, batch, num_accepted, scale)
     device = num_accepted.device
     draft = batch.need_draft()
     # [B]: the row that judges the first rejected token, or the bonus row
@@ -71,8 +74,6 @@ def draw_decisive(
 
 def _draw_plain(target: TargetProbs, residuals: Residuals) -> torch.Tensor:
     """[n]: from rows that nothing truncates."""
-    if target.rows.kernel is not None:
-        return _draw_natively(target.rows.kernel, target, residuals)
     probs = target.whole(residuals.rows)
     rest = probs * residuals.scale.to(probs.dtype)[:, None]
     places = residuals.slots * probs.shape[1] + residuals.ids
@@ -123,22 +124,23 @@ def sample_rows(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     return index.clamp_(max=weights.shape[1] - 1)
 
 
-def _draw_natively(kernel: RowKernel, target: TargetProbs, residuals: Residuals) -> torch.Tensor:
-    rows = target.rows
-    chosen = residuals.rows.numpy()
-    offsets = np.searchsorted(residuals.slots.numpy(), np.arange(len(chosen) + 1))
-    factor = residuals.scale / rows.mass[residuals.rows]
-    return torch.from_numpy(
-        kernel.draw(
-            rows.logits,
-            rows.index[chosen],
-            rows.params.rate()[chosen],
-            rows.top.numpy()[chosen],
-            factor.float().numpy(),
-            (offsets, residuals.ids.contiguous().numpy(), residuals.q.contiguous().numpy()),
-            residuals.draws.contiguous().numpy(),
-        )
+def _draw_natively(
+    kernel: RowKernel, rows: Rows, batch: Batch, num_accepted: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor:
+    draft = batch.need_draft()
+    tokens = kernel.draw(
+        rows.logits,
+        rows.index,
+        batch.blocks.first,
+        num_accepted.numpy(),
+        np.ones(batch.num_blocks) if scale is None else scale.numpy(),
+        (draft.offsets, draft.ids, draft.probs),
+        rows.params.rate(),
+        rows.top.numpy(),
+        rows.mass.numpy(),
+        batch.uniforms(Purpose.SAMPLE),
     )
+    return torch.from_numpy(tokens)
 
 
 def _entries_of(sparse: SparseRows, rows: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from cloud_verifier.native_rows import kernel_for, row_kernel
+from cloud_verifier.native_rows import Blocks, kernel_for, row_kernel
 from shared.messages import SamplingParams
+from shared.randomness import Purpose, uniforms
 from shared.reference import inverse_cdf, residual
 from shared.sampling import coupled_choice, probabilities
 
@@ -68,15 +69,22 @@ def test_a_row_that_is_not_finite_shows_in_its_maximum_alone(kernel, bad, at):
     assert kernel.summary(logits, np.arange(3), rate_of(1.0, 3))[0][1] == -np.inf
 
 
+def csr(q_rows):
+    """Offsets, ids and probabilities of a list of (ids, probs)."""
+    offsets = np.cumsum([0, *(len(ids) for ids, _ in q_rows)])
+    ids = np.concatenate([ids for ids, _ in q_rows]).astype(np.int64)
+    return offsets, ids, np.concatenate([probs for _, probs in q_rows])
+
+
 def drawn(kernel, logits, rows, temperature, scale, q_rows, uniform):
     """Through the kernel, with q as a list of (ids, probs)."""
     rate = rate_of(temperature, len(rows))
     top, _, mass = kernel.summary(logits, rows, rate)
-    offsets = np.cumsum([0, *(len(ids) for ids, _ in q_rows)])
-    ids = np.concatenate([ids for ids, _ in q_rows]).astype(np.int64)
-    probs = np.concatenate([probs for _, probs in q_rows])
-    factor = (scale / mass).astype(np.float32)
-    return kernel.draw(logits, rows, rate, top, factor, (offsets, ids, probs), uniform)
+    # Every row as the first of a block of one drafted token, which is rejected; the bonus rows are not used.
+    first, num = 2 * np.arange(len(rows) + 1), len(rows)
+    both = [np.repeat(values, 2) for values in (rows, rate, top, mass, uniform)]
+    nothing_accepted = np.zeros(num, np.int64)
+    return kernel.draw(logits, both[0], first, nothing_accepted, scale, csr(q_rows), *both[1:])
 
 
 @pytest.mark.parametrize("width", WIDTHS[1:])
@@ -173,14 +181,16 @@ def test_the_coupled_choice_is_that_of_both_sides(kernel, width):
         coupled_choice(probabilities(row, sampling), int(seed), int(position))
         for row, seed, position in zip(logits.numpy(), seeds, positions, strict=True)
     ]
-    rate = rate_of(0.9, num)
-    top, place, _ = kernel.summary(logits, np.arange(num), np.zeros(num, np.float32))
+    top = np.zeros(num, np.float32)
 
     def judged(first, drafted):
         keys = (seeds.view(np.int64), positions)
-        return kernel.coupled(logits, np.arange(num), first, drafted, rate, top, place, keys)
+        top.fill(0)
+        return kernel.coupled(logits, np.arange(num), Blocks(first, drafted), rate_of(0.9, num), keys, top)
 
     alone = judged(np.arange(num + 1), np.zeros(0, np.int64))
+    largest = logits.amax(dim=1).tolist()
+    assert top.tolist() == largest
     assert alone[0].tolist() == [0] * num
     assert alone[1].tolist() == expected
     # Blocks of 2, 0 and 56 drafted tokens; in the last the fourth is wrong.
@@ -191,6 +201,72 @@ def test_the_coupled_choice_is_that_of_both_sides(kernel, width):
     num_accepted, out = judged(first, drafted)
     assert num_accepted.tolist() == [2, 0, 3]
     assert out.tolist() == [expected[2], expected[3], expected[7]]
+    assert top.tolist() == [*largest[:8], *[0.0] * (num - 8)]  # what is behind the rejected token is not read
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_a_token_is_kept_where_its_draw_allows_and_nothing_is_read_behind_the_first_that_is_not(
+    kernel, temperature
+):
+    rng = np.random.default_rng(11)
+    width, lengths = 3000, [4, 0, 7, 1, 5]
+    num_rows = sum(lengths) + len(lengths)
+    logits = some_logits(rng, num_rows, width)
+    rows = rng.permutation(num_rows)
+    first = np.cumsum([0, *(length + 1 for length in lengths)])
+    p = np.array([probabilities(logits[row].numpy(), SamplingParams(temperature)) for row in rows])
+    weight = np.array([0.0, 0.0, 0.0, 0.5, 1.0])
+    token_rows = np.concatenate([first[b] + np.arange(length) for b, length in enumerate(lengths)])
+    block = np.repeat(np.arange(len(lengths)), lengths)
+    rate = rate_of(temperature, num_rows)
+    for _ in range(50):
+        drafted = np.array([rng.choice(width, p=p[row] / p[row].sum()) for row in token_rows])
+        at = p[token_rows, drafted]
+        q = np.minimum(at * rng.choice([0.5, 1.5, 4.0], len(at)), 1.0)
+        uniform = rng.random(num_rows)
+        judged = (1 - weight[block]) * at + weight[block] * q
+        keeps = uniform[token_rows] * q < judged
+        wanted = [
+            int(np.cumprod(keeps[block == b]).sum()) if length else 0 for b, length in enumerate(lengths)
+        ]
+        top, mass = np.zeros(num_rows, np.float32), np.zeros(num_rows)
+        blocks = Blocks(first, drafted)
+        found = kernel.token(logits, rows, blocks, q, uniform, weight, rate, top, mass)
+        assert found.tolist() == wanted
+        summary = kernel.summary(logits, rows, rate)
+        for b, kept in enumerate(wanted):
+            reached = slice(first[b], first[b] + kept + 1)
+            behind = slice(first[b] + kept + 1, first[b + 1])
+            assert top[reached].tolist() == summary[0][reached].tolist()
+            assert mass[reached].tolist() == summary[2][reached].tolist()
+            assert not mass[behind].any()
+
+
+def test_an_impossible_token_is_never_kept_and_a_row_that_is_not_finite_ends_its_block(kernel):
+    logits = torch.zeros(4, 50)
+    logits[0, 3] = -np.inf
+    first, rate = np.array([0, 2, 4]), rate_of(1.0, 4)
+    drafted, drawn_q, weight = np.array([3, 3]), np.array([1.0, 1e-9]), np.zeros(2)
+
+    def kept():
+        top, mass = np.zeros(4, np.float32), np.ones(4)
+        blocks, uniform = Blocks(first, drafted), np.zeros(4)
+        return kernel.token(logits, np.arange(4), blocks, drawn_q, uniform, weight, rate, top, mass), top
+
+    assert kept()[0].tolist() == [0, 1]
+    logits[2, 7] = np.nan
+    num_accepted, top = kept()
+    assert num_accepted.tolist() == [0, 0]
+    assert np.isnan(top[2])
+
+
+@pytest.mark.parametrize("purpose", [Purpose.ACCEPT, Purpose.SAMPLE])
+def test_draws_are_bit_for_bit_those_of_numpy(kernel, purpose):
+    rng = np.random.default_rng(0)
+    seeds = rng.integers(0, 2**64, 500, dtype=np.uint64)
+    positions, bases = rng.integers(0, 2**40, 500), rng.integers(0, 2**31, 500)
+    actual = kernel.uniforms(seeds.view(np.int64), purpose, positions, bases)
+    assert actual.tolist() == uniforms(seeds, purpose, positions, bases).tolist()
 
 
 def test_nothing_depends_on_the_company_nor_on_the_threads(kernel):

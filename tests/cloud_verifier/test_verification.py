@@ -272,7 +272,7 @@ def test_logits_that_are_not_finite_fault_their_own_block_only(rule, bad):
     blocks = [BlockInput((0, 1), uniform_q(2), SAMPLED, rule, 5 + i) for i in range(3)]
     logits = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
     expected = judge(logits, blocks)
-    logits[4, 2] = bad
+    logits[3, 2] = bad
     actual = judge(logits, blocks)
     assert actual[1].fault is not None
     assert actual[1].fault.kind is FaultKind.NOT_FINITE
