@@ -8,6 +8,9 @@ Targets: `real` is the built-in small model as it is; `7b` and `70b` are it with
 (cloud_verifier/emulation.py). An emulated pass takes at least that long; `emulation_overrun` says how much
 longer it took, where this machine is too slow for it.
 
+Each side gets half of the cores, as two machines would not slow each other down: a pass on all of them takes
+three times as long while the edge drafts ahead on the same ones.
+
 All of it (11 links, 2 targets, 14 arms, 5 seeds, 64 tokens) takes about two hours; `--profiles`, `--targets`,
 `--arms`, `--tokens` and `--seeds` measure a part. The report is written anew after every target of every
 link, so an interrupted run keeps what it has.
@@ -19,6 +22,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,6 +39,7 @@ from rich.progress import Progress
 from cloud_verifier.benchmarks.network_edge import AUTO, AUTO_FIRST, Arm, Sample
 from cloud_verifier.benchmarks.network_report import REAL, report, tables
 from cloud_verifier.benchmarks.report import write_report
+from cloud_verifier.host import cpu_flags
 from edge_client.controller import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,10 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=5, help="answers of each arm, each with another prompt")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--prompts", type=Path, help="Spec-Bench questions; default: a built-in set")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", default="", help="default: what the target's kind and this CPU ask for")
     parser.add_argument("--precision", default="", help="of the built-in draft; default: the fastest")
-    parser.add_argument("--verifier-threads", type=int, default=0)
-    parser.add_argument("--edge-threads", type=int, default=0)
+    half = max(1, (os.cpu_count() or 2) // 2)
+    parser.add_argument("--verifier-threads", type=int, default=half, help="default: half of the cores")
+    parser.add_argument("--edge-threads", type=int, default=half, help="default: half of the cores")
     parser.add_argument("--backend", default="auto", help="of the link: auto, netem, tun or relay")
     parser.add_argument("--uncalibrated", action="store_true", help="do not measure the link (says so)")
     parser.add_argument("--out", type=Path, default=Path("bench-results/network.json"))
@@ -192,7 +198,7 @@ class _Sides:
                 "--insecure",
                 f"--listen={self._link.listen_address}",
                 f"--target={self._target}",
-                f"--dtype={self._options.dtype}",
+                f"--dtype={self._options.dtype or _dtype(self._kind)}",
                 f"--threads={self._options.verifier_threads}",
                 "--log-level=warning",
                 *emulate,
@@ -270,6 +276,11 @@ class _Sides:
         )
         stack.callback(_stop, process)
         return process
+
+
+def _dtype(kind: str) -> str:
+    """An emulated target's numbers do not matter, but its passes must be done in time."""
+    return "bfloat16" if kind != REAL and "amx_bf16" in cpu_flags() else "auto"
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
