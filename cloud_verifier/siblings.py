@@ -8,6 +8,7 @@ load or on how long passes happen to take: so the same seed gives the same text 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -32,7 +33,8 @@ _LEAST_GAIN = 1e-3  # tokens; what brings less is not worth looking at, whatever
 MOST = 8
 _TOKENS_A_ROUND = 2.5
 _LOWEST = -8  # log2 of the lowest price: on a big model rows are nearly free
-_BLOCK, _LEAVES, _CONTEXT, _REPEATS = 9, 16, 48, 12
+_BLOCK, _CONTEXT, _REPEATS = 6, 48, 12
+_LEAVES = (0, 2, 19)
 
 
 class Forward(Protocol):
@@ -115,17 +117,24 @@ def row_price(model: Forward) -> float:
 
     A row that lengthens a pass by the share s has to lengthen what comes out of it by that share. It is
     measured once, on a block of usual size, because what a block gets must not change while sessions run; and
-    rounded to a power of two, so that a verifier that starts again nearly always finds the same.
+    rounded to a power of two, so that a verifier that starts again nearly always finds the same. Of a few
+    leaves and of many the dearer counts: on a CPU the first can cost three times what later ones do.
     """
-    slots = model.pool.allocate(min(_CONTEXT + _BLOCK + _LEAVES, model.pool.num_slots))
+    slots = model.pool.allocate(min(_CONTEXT + _BLOCK + _LEAVES[-1], model.pool.num_slots))
+    without = len(slots) - _LEAVES[-1]
     try:
-        # In turns, so that both meet the same quiet moments of a busy machine.
-        pairs = [(_timed(model, slots[:-_LEAVES], 0), _timed(model, slots, _LEAVES)) for _ in range(_REPEATS)]
+        # In turns, so that all meet the same quiet moments of a busy machine.
+        turns = [[_timed(model, slots[: without + num], num) for num in _LEAVES] for _ in range(_REPEATS)]
     finally:
         model.pool.release(slots)
-    narrow, wide = (min(times) for times in zip(*pairs, strict=True))
-    share = max(wide - narrow, 0.0) / _LEAVES / narrow
-    return float(2.0 ** max(round(math.log2(_TOKENS_A_ROUND * share)), _LOWEST) if share else 2.0**_LOWEST)
+    fastest = [min(times) for times in zip(*turns, strict=True)]
+    share = max(
+        (wide - narrow) / (more - num) / narrow
+        for (num, narrow), (more, wide) in itertools.pairwise(zip(_LEAVES, fastest, strict=True))
+    )
+    return float(
+        2.0 ** max(round(math.log2(_TOKENS_A_ROUND * share)), _LOWEST) if share > 0 else 2.0**_LOWEST
+    )
 
 
 def _timed(model: Forward, slots: NDArray[np.int64], num_leaves: int) -> float:

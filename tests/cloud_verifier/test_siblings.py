@@ -84,11 +84,12 @@ def test_the_price_of_a_row_leaves_the_pool_as_it_was(model):
 class Metered:
     """A target on which a row costs what it should; time passes as it says."""
 
-    def __init__(self, model, base_s, row_s):
-        self.pool, self.base_s, self.row_s, self.now = model.pool, base_s, row_s, 0.0
+    def __init__(self, model, base_s, row_s, step_s=0.0):
+        self.pool, self.base_s, self.row_s, self.step_s, self.now = model.pool, base_s, row_s, step_s, 0.0
 
     def forward(self, segments):
-        self.now += self.base_s + self.row_s * sum(len(segment.tokens) for segment in segments)
+        rows = sum(len(segment.tokens) for segment in segments)
+        self.now += self.base_s + self.row_s * rows + self.step_s * (rows > 6)
         return torch.zeros(1, 1)
 
 
@@ -97,6 +98,12 @@ def test_the_price_follows_what_a_row_costs(model, monkeypatch, row_s, price):
     metered = Metered(model, 0.03, row_s)
     monkeypatch.setattr("time.perf_counter", lambda: metered.now)
     assert row_price(metered) == price
+
+
+def test_the_price_is_that_of_the_dearer_of_the_first_rows_and_of_many(model, monkeypatch):
+    metered = Metered(model, 0.03, 0.001, step_s=0.006)
+    monkeypatch.setattr("time.perf_counter", lambda: metered.now)
+    assert row_price(metered) == 1 / 4  # 4 ms each of 36
 
 
 def doubtful(rng: random.Random, truth: list[int], vocab_size: int = 250) -> tuple[list[int], Distributions]:
