@@ -15,12 +15,17 @@ Message = Mapping[str, Any]
 _MARK = "\ue000answer\ue000"  # private use: no text holds it
 
 
-def plain_prompt(manifest: DraftManifest, tokenizer: Tokenizer, text: str) -> list[int]:
+def text_tokens(manifest: DraftManifest, tokenizer: Tokenizer, text: str) -> list[int]:
     """`text` as it stands, after the start token where the model has one."""
     tokens = list(tokenizer.encode(text).ids)
     if manifest.bos_id is not None and tokens[:1] != [manifest.bos_id]:
         tokens.insert(0, manifest.bos_id)
-    return _not_empty(tokens)
+    return tokens
+
+
+def plain_prompt(manifest: DraftManifest, tokenizer: Tokenizer, text: str) -> list[int]:
+    """`text_tokens`, of which there must be some."""
+    return _not_empty(text_tokens(manifest, tokenizer, text))
 
 
 def chat_prompt(manifest: DraftManifest, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:

@@ -14,6 +14,7 @@ from edge_client.api.errors import bad_param, unsupported
 from edge_client.api.pool import Prompt
 from edge_client.chat_template import render
 from edge_client.manifest import DraftManifest
+from edge_client.prompts import text_tokens
 
 
 def completion_prompt(manifest: DraftManifest, tokenizer: Tokenizer, prompt: str | tuple[int, ...]) -> Prompt:
@@ -22,9 +23,7 @@ def completion_prompt(manifest: DraftManifest, tokenizer: Tokenizer, prompt: str
         if max(prompt) >= manifest.vocab_size:
             raise bad_param("prompt", f"Token id {max(prompt)} is not one of {manifest.vocab_size}.")
         return Prompt(prompt)
-    tokens = list(tokenizer.encode(prompt).ids)
-    if manifest.bos_id is not None and tokens[:1] != [manifest.bos_id]:
-        tokens.insert(0, manifest.bos_id)
+    tokens = text_tokens(manifest, tokenizer, prompt)
     if not tokens:
         raise bad_param("prompt", "'prompt' is empty, and this model has no start token.")
     return Prompt(tuple(tokens), prompt)
