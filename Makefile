@@ -58,7 +58,7 @@ bench-logits: $(READY)  ## codecs and verifications on recorded distributions ->
 	$(BENCH).logits $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/logits.json
 
 bench-network: $(READY)  ## every arm on every emulated link, about two hours; NETWORK="--profiles lan 5g" for a part
-	$(BENCH).network $(if $(PROMPTS),--prompts $(PROMPTS)) $(NETWORK) --out bench-results/network.json
+	$(BENCH).network $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/network.json $(NETWORK)
 
 bench-capacity: $(READY)  ## sessions that one verifier carries, recorded drafts -> bench-results/capacity.json
 	$(BENCH).capacity $(if $(PROMPTS),--prompts $(PROMPTS)) --out bench-results/capacity.json

@@ -213,7 +213,8 @@ async def _serve(
         # once they outnumber the cores none waits for its next piece awake: passes take half as long again.
         with ThreadPoolExecutor(1) as loader:
             model = await loop.run_in_executor(loader, load)
-            rule = await loop.run_in_executor(loader, sibling_rule, most_siblings, model)
+            least_s = config.emulation.seconds if config.emulation else None
+            rule = await loop.run_in_executor(loader, sibling_rule, most_siblings, model, least_s)
             config = replace(config, siblings=rule)
         port = await stack.enter_async_context(running_server(model, config, authenticator, metrics))
         host = config.listen.rpartition(":")[0]

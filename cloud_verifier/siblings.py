@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,10 +31,10 @@ _DOUBT = 0.45
 _LEAST_GAIN = 1e-3  # tokens; what brings less is not worth looking at, whatever it costs
 
 MOST = 8
-_TOKENS_A_ROUND = 2.5
+_TOKENS_A_ROUND = 3.0  # by `block` at K = 5
 _LOWEST = -8  # log2 of the lowest price: on a big model rows are nearly free
 _BLOCK, _CONTEXT, _REPEATS = 6, 48, 12
-_LEAVES = (0, 2, 19)
+_LEAVES = (0, 3, 19)
 
 
 class Forward(Protocol):
@@ -105,19 +105,25 @@ def parse_siblings(wanted: str) -> int | None:
     return int(wanted)
 
 
-def sibling_rule(most: int | None, model: Forward) -> SiblingRule | None:
-    """Up to `most` for every drafted token; None: what the model's speed makes worth while."""
+def sibling_rule(
+    most: int | None, model: Forward, least_s: Callable[[int], float] | None = None
+) -> SiblingRule | None:
+    """Up to `most` for every drafted token; None: what the model's speed makes worth while.
+
+    Args:
+        least_s: seconds that a pass of so many tokens is made to last at least.
+    """
     if most is None:
-        return SiblingRule(MOST, row_price(model))
+        return SiblingRule(MOST, row_price(model, least_s))
     return SiblingRule(most) if most else None
 
 
-def row_price(model: Forward) -> float:
+def row_price(model: Forward, least_s: Callable[[int], float] | None = None) -> float:
     """Tokens that one more row must bring so that the target writes no fewer tokens a second.
 
     A row that lengthens a pass by the share s has to lengthen what comes out of it by that share. It is
     measured once, on a block of usual size, because what a block gets must not change while sessions run; and
-    rounded to a power of two, so that a verifier that starts again nearly always finds the same. Of a few
+    rounded up to a power of two, so that a verifier that starts again nearly always finds the same. Of a few
     leaves and of many the dearer counts: on a CPU the first can cost three times what later ones do.
     """
     slots = model.pool.allocate(min(_CONTEXT + _BLOCK + _LEAVES[-1], model.pool.num_slots))
@@ -127,14 +133,15 @@ def row_price(model: Forward) -> float:
         turns = [[_timed(model, slots[: without + num], num) for num in _LEAVES] for _ in range(_REPEATS)]
     finally:
         model.pool.release(slots)
-    fastest = [min(times) for times in zip(*turns, strict=True)]
+    fastest = [
+        max(min(times), least_s(_BLOCK + num) if least_s else 0.0)
+        for num, times in zip(_LEAVES, zip(*turns, strict=True), strict=True)
+    ]
     share = max(
-        (wide - narrow) / (more - num) / narrow
+        (wide - narrow) / (more - num) / fastest[0]
         for (num, narrow), (more, wide) in itertools.pairwise(zip(_LEAVES, fastest, strict=True))
     )
-    return float(
-        2.0 ** max(round(math.log2(_TOKENS_A_ROUND * share)), _LOWEST) if share > 0 else 2.0**_LOWEST
-    )
+    return float(2.0 ** math.ceil(math.log2(max(_TOKENS_A_ROUND * share, 2.0**_LOWEST))))
 
 
 def _timed(model: Forward, slots: NDArray[np.int64], num_leaves: int) -> float:

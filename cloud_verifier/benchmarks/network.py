@@ -2,7 +2,13 @@
 
 Two hosts (deploy/netlab: network namespaces, or a relay without the privilege) are joined by a link that is
 measured before it is used. The verifier runs on one, the edge on the other; both stay up over the arms of a
-target, and the arms take turns, one answer each for every seed. Answers have exactly the same length.
+target, and the arms take turns, one answer each for every seed, in an order of its own. Answers have exactly
+the same length. They are greedy unless `--temperature` says otherwise: every arm then writes the same text
+and is rejected at the same places, so that arms differ by time alone. In sampled answers a few rejections
+more or less, which are luck, make a bigger difference than most choices do; `sampled` arms show what they cost.
+
+A seed has its own prompt, which the verifier has read before any arm is measured; its own losses and jitter;
+and its own place in the trace and between outages.
 
 Targets: `real` is the built-in small model as it is; `7b` and `70b` are it with the time of a bigger one
 (cloud_verifier/emulation.py). An emulated pass takes at least that long; `emulation_overrun` says how much
@@ -11,9 +17,9 @@ longer it took, where this machine is too slow for it.
 Each side gets half of the cores, as two machines would not slow each other down: a pass on all of them takes
 three times as long while the edge drafts ahead on the same ones.
 
-All of it (11 links, 2 targets, 14 arms, 5 seeds, 64 tokens) takes about two hours; `--profiles`, `--targets`,
-`--arms`, `--tokens` and `--seeds` measure a part. The report is written anew after every target of every
-link, so an interrupted run keeps what it has.
+All of it (11 links, 2 targets, 16 arms, 5 seeds, 64 tokens) takes about two hours; `--profiles`, `--targets`,
+`--arms`, `--tokens` and `--seeds` measure a part, `--precision int4` another draft. The report is written
+anew after every target of every link, so an interrupted run keeps what it has.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import contextlib
 import importlib
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -44,6 +51,7 @@ from edge_client.controller import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT.parent / "shared" / "data" / "traces"
+SAMPLED = 0.7  # temperature
 CLOUD = Plan(cloud_tokens=1 << 20)
 ARMS = (
     Arm("cloud_only", CLOUD),
@@ -51,12 +59,15 @@ ARMS = (
     *(Arm(f"ahead_k{k}x{ahead}", Plan(k, ahead)) for k, ahead in ((4, 3), (8, 2), (8, 6), (12, 4))),
     # 98 KB a token: a few of them tell all there is to tell.
     Arm("dense_f16_k4", Plan(4), codec="dense_f16", max_tokens=24),
+    Arm("sampled_wait_k8", Plan(8), temperature=SAMPLED),
+    Arm("sampled_auto", None, temperature=SAMPLED),
     Arm("beside_k4", Plan(4), beside=True),
     Arm("beside_k8", Plan(8), beside=True),
     Arm(AUTO, None),
     Arm(AUTO_FIRST, None),
 )
-_WARM = Arm("warm", Plan(4))
+_WARM = Arm("warm", Plan(4), max_tokens=8)
+_APART_S = 14.2  # from seed to seed on the link's clock: a handover of `leo` comes early in an answer
 _AUTO_BEFORE = 2  # unmeasured answers of `auto`: it is measured in a conversation, `auto_first` at its start
 _STOP_TIMEOUT_S = 15.0
 
@@ -81,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--arms", nargs="+", default=[], help="default: all")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--seeds", type=int, default=5, help="answers of each arm, each with another prompt")
-    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=Path, help="Spec-Bench questions; default: a built-in set")
     parser.add_argument("--dtype", default="", help="default: what the target's kind and this CPU ask for")
     parser.add_argument("--precision", default="", help="of the built-in draft; default: the fastest")
@@ -129,15 +140,23 @@ def run(options: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, Any]:
                     for kind in options.targets:
                         with _Sides(link, options, target, draft, kind, arms) as sides:
                             # The dictionary fills while it is measured, so what there is gets written.
-                            entry["targets"][kind] = measured = sides.facts | {"samples": defaultdict(list)}
+                            entry["targets"][kind] = measured = sides.facts | {
+                                "samples": defaultdict(list),
+                                "failed": [],
+                            }
                             for arm, sample in _answers(sides, link, options, arms, prompts):
                                 progress.update(task, advance=1, description=f"{name}, {kind}: {arm}")
-                                if sample is not None:
+                                if isinstance(sample, Sample):
                                     measured["samples"][arm].append(sample)
+                                elif sample:
+                                    measured["failed"].append(f"{arm}: {sample}")
+                                    progress.console.print(f"{name}, {kind}, {arm}: {sample}")
+                        entry["link"] = link.stats()
                         write_report(options.out, report(vars(options), links, draft.name))
             except netlab.LinkError as error:
                 entry["left_out"] = str(error)
                 progress.console.print(f"{name} is left out: {error}")
+            finally:
                 write_report(options.out, report(vars(options), links, draft.name))
     done = report(vars(options), links, draft.name)
     for table in tables(done):
@@ -148,19 +167,27 @@ def run(options: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, Any]:
 
 def _answers(
     sides: _Sides, link: Any, options: argparse.Namespace, arms: Sequence[Arm], prompts: Sequence[str]
-) -> Iterator[tuple[str, Sample | None]]:
-    """One answer after the other; None for those that only warm up."""
+) -> Iterator[tuple[str, Sample | str | None]]:
+    """One answer after the other, or what went wrong; None for those that only warm up."""
     for auto in (arm for arm in arms if arm.name == AUTO):
         for number in range(_AUTO_BEFORE):
             link.reset()
             sides.answer(auto, prompts[-1 - number % len(prompts)], seed=1000 + number)
             yield AUTO, None
     for seed in range(options.seeds):
-        # Another order for every seed, so that no arm always follows the same one.
-        for at in range(len(arms)):
-            arm = arms[(at + seed) % len(arms)]
-            link.reset()  # the same losses, the same trace, the next outage, for every answer
-            yield arm.name, sides.answer(arm, prompts[seed % len(prompts)], seed=seed)
+        prompt = prompts[seed % len(prompts)]
+        link.reset()
+        sides.answer(_WARM, prompt, seed)
+        for arm in random.Random(seed).sample(arms, len(arms)):
+            link.reset(seed=seed, begun_s=_APART_S * seed)
+            try:
+                yield arm.name, sides.answer(arm, prompt, seed=seed)
+            except AnswerError as error:
+                yield arm.name, str(error)
+
+
+class AnswerError(Exception):
+    """One answer failed; the next may not."""
 
 
 class _Sides:
@@ -220,7 +247,7 @@ class _Sides:
                 )
                 self._read(beside)
                 self.facts = self._ask(beside, {"do": "describe"})
-                self._ask(beside, self._job(_WARM, "Hello", 0, 8))
+                self._ask(beside, self._job(_WARM, "Hello", 0))
             self._stack = stack.pop_all()
         return self
 
@@ -230,11 +257,12 @@ class _Sides:
         self._stack.close()
 
     def answer(self, arm: Arm, prompt: str, seed: int) -> Sample:
-        """Raises RuntimeError with what the edge said when there is no answer."""
-        max_tokens = min(self._options.tokens, arm.max_tokens or self._options.tokens)
-        return Sample(**self._ask(arm.beside, self._job(arm, prompt, seed, max_tokens)))
+        """Raises AnswerError with what the edge said, RuntimeError when it has ended."""
+        beside = arm.beside if self._needs_edge else self._needs_beside
+        return Sample(**self._ask(beside, self._job(arm, prompt, seed)))
 
-    def _job(self, arm: Arm, prompt: str, seed: int, max_tokens: int) -> dict[str, Any]:
+    def _job(self, arm: Arm, prompt: str, seed: int) -> dict[str, Any]:
+        tokens = self._options.tokens
         return {
             "do": "answer",
             "arm": arm.name,
@@ -242,8 +270,8 @@ class _Sides:
             "codec": arm.codec,
             "prompt": prompt,
             "seed": seed,
-            "max_tokens": max_tokens,
-            "temperature": self._options.temperature,
+            "max_tokens": min(tokens, arm.max_tokens or tokens),
+            "temperature": self._options.temperature if arm.temperature is None else arm.temperature,
         }
 
     def _ask(self, beside: bool, job: dict[str, Any]) -> dict[str, Any]:
@@ -257,11 +285,13 @@ class _Sides:
     def _read(self, beside: bool) -> dict[str, Any]:
         output = self._edges[beside].stdout
         line = output.readline() if output is not None else ""
-        reply = json.loads(line) if line else {"error": "The edge ended."}
-        if "error" in reply:
+        if not line:
             self._log.seek(0)
-            raise RuntimeError("\n".join([reply["error"], *self._log.read().splitlines()[-8:]]))
-        return dict(reply)
+            raise RuntimeError("\n".join(["The edge ended.", *self._log.read().splitlines()[-8:]]))
+        reply = dict(json.loads(line))
+        if "error" in reply:
+            raise AnswerError(reply["error"])
+        return reply
 
     def _start(
         self, stack: contextlib.ExitStack, popen: Any, code: str, *words: str

@@ -33,6 +33,7 @@ class Arm:
     Args:
         beside: drafted on the verifier's own host, over loopback.
         max_tokens: of an answer, where more would only take long; 0: as many as the others.
+        temperature: None: that of the others.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Arm:
     codec: str = "lattice"
     beside: bool = False
     max_tokens: int = 0
+    temperature: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def report(options: Mapping[str, Any], links: Mapping[str, Mapping[str, Any]], d
 
 
 def _link(link: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: link[key] for key in ("asked", "left_out", "calibration", "cannot") if key in link}
+    kept = {key: link[key] for key in ("asked", "left_out", "calibration", "cannot", "link") if key in link}
     round_trip_s = _round_trip_s(link)
     return kept | {
         "targets": {
@@ -67,6 +67,7 @@ def _target(kind: str, target: Mapping[str, Any], round_trip_s: float) -> dict[s
     return {
         "emulation": target["emulation"],
         "dtype": target["dtype"],
+        "failed": target["failed"],
         "arms": arms,
         "emulation_overrun": None if emulation is None else _overrun(samples, emulation),
         "ratios": _ratios({name: arm["tokens_per_s"].median for name, arm in arms.items()}),
@@ -126,12 +127,13 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
 def _ratios(speeds: Mapping[str, float]) -> dict[str, Any]:
     """Of medians: `auto` against the best fixed arm at the link and the verifier alone, and so on.
 
-    Arms beside the target and with another codec are no choice that the edge has, so they are not among the
-    fixed ones.
+    Arms beside the target are no choice that the edge has, so they are not among the fixed ones.
     """
     waiting = {name: speed for name, speed in speeds.items() if name.startswith("wait")}
     ahead = {name: speed for name, speed in speeds.items() if name.startswith("ahead")}
-    fixed = waiting | ahead | ({CLOUD_ONLY: speeds[CLOUD_ONLY]} if CLOUD_ONLY in speeds else {})
+    dense = {name: speed for name, speed in speeds.items() if name.startswith("dense")}
+    cloud = {CLOUD_ONLY: speeds[CLOUD_ONLY]} if CLOUD_ONLY in speeds else {}
+    fixed = waiting | ahead | dense | cloud
     found: dict[str, Any] = {}
 
     def ratio(name: str, top: Mapping[str, float], bottom: Mapping[str, float]) -> None:
@@ -139,31 +141,59 @@ def _ratios(speeds: Mapping[str, float]) -> dict[str, Any]:
             found[name] = round(max(top.values()) / max(bottom.values()), 3)
 
     auto = {AUTO: speeds[AUTO]} if AUTO in speeds else {}
-    cloud = {CLOUD_ONLY: speeds[CLOUD_ONLY]} if CLOUD_ONLY in speeds else {}
     beside = {name: speed for name, speed in speeds.items() if name.startswith("beside")}
     ratio("auto_vs_best_fixed", auto, fixed)
     ratio("auto_vs_cloud_only", auto, cloud)
     ratio("best_ahead_vs_best_waiting", ahead, waiting)
     ratio("best_fixed_vs_cloud_only", waiting | ahead, cloud)
     ratio("best_fixed_vs_beside", waiting | ahead, beside)
+    ratio("auto_vs_beside", auto, beside)
     if fixed:
         found["best_fixed"] = max(fixed, key=lambda name: fixed[name])
     return found
 
 
 def tables(done: Mapping[str, Any]) -> list[Table]:
-    """One a target: tokens/s of every arm on every link."""
+    """Two a target: tokens/s of every arm on every link, and what speculating from a distance is worth."""
     from rich.table import Table
 
     found: dict[str, Table] = {}
+    worth: dict[str, Table] = {}
     for name, link in done["links"].items():
         for kind, target in link["targets"].items():
             arms = target["arms"]
             if kind not in found:
                 title = f"{kind} ({target['emulation']})" if target["emulation"] else kind
                 found[kind] = Table("link", *(_heading(arm) for arm in arms), title=f"{title}: tokens/s")
+                worth[kind] = Table(*_WORTH, title=f"{title}: from a distance")
             found[kind].add_row(name, *(f"{arm['tokens_per_s'].median:.1f}" for arm in arms.values()))
-    return list(found.values())
+            if CLOUD_ONLY in arms and "best_fixed_vs_cloud_only" in target["ratios"]:
+                worth[kind].add_row(name, *_worth(arms, target["ratios"]))
+    return [*found.values(), *worth.values()]
+
+
+_WORTH = (
+    "link",
+    "best arm",
+    "x cloud only",
+    "auto x cloud only",
+    "busy ms a token, alone",
+    "best arm",
+    "auto",
+)
+
+
+def _worth(arms: Mapping[str, Any], ratios: Mapping[str, Any]) -> list[str]:
+    """Where speculation does not pay in latency, it may still save the verifier work."""
+    distant = [name for name in arms if name.startswith(("wait", "ahead"))]
+    best = max(distant, key=lambda name: arms[name]["tokens_per_s"].median)
+
+    def busy(name: str) -> str:
+        return f"{1e3 * arms[name]['verifier_busy_s_per_token']:.1f}" if name in arms else "-"
+
+    auto = f"{ratios['auto_vs_cloud_only']:.2f}" if AUTO in arms else "-"
+    gain = f"{ratios['best_fixed_vs_cloud_only']:.2f}"
+    return [best, gain, auto, busy(CLOUD_ONLY), busy(best), busy(AUTO)]
 
 
 def _heading(arm: str) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -50,7 +51,8 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES}
+    installed = {name: metadata.version(name) for name in _PACKAGES}
+    return {"commit": _commit(), "python": platform.python_version()} | installed
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
@@ -58,6 +60,15 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {"machine": machine(), "versions": versions()} | report
     path.write_text(json.dumps(whole, indent=1, default=asdict) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    """Of the checkout that this runs from; empty where there is none."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def _processor() -> str:

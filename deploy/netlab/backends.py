@@ -45,8 +45,8 @@ class Backend(Protocol):
     def inside(self, side: str, command: Sequence[str]) -> list[str]:
         """The command that runs `command` on the host of `side`, "client" or "server"."""
 
-    def reset(self, *, outages: bool) -> int:
-        """Empty the link; draws, trace and outages begin anew. Returns when, in ns of the monotonic clock."""
+    def reset(self, *, outages: bool, seed: int | None = None, begun_s: float = 0.0) -> int:
+        """Empty the link; see `Link.reset`. Returns when, in ns of the monotonic clock."""
 
     def stats(self) -> dict[str, Any]:
         """Counts since the last reset."""
@@ -145,10 +145,11 @@ class TunBackend(_NamespaceBackend):
     def child(self) -> Child | None:
         return self._child
 
-    def reset(self, *, outages: bool) -> int:
+    def reset(self, *, outages: bool, seed: int | None = None, begun_s: float = 0.0) -> int:
         assert self._child is not None
         self._forget_connections()
-        return int(self._child.ask({"do": "reset", "outages": outages, "lead_ns": self._lead_ns})["start_ns"])
+        order = {"outages": outages, "lead_ns": self._lead_ns, "seed": seed, "begun_s": begun_s}
+        return int(self._child.ask({"do": "reset", **order})["start_ns"])
 
     def stats(self) -> dict[str, Any]:
         assert self._child is not None
@@ -226,14 +227,15 @@ class NetemBackend(_NamespaceBackend):
         self._configure_devices()
         self.reset(outages=True)
 
-    def reset(self, *, outages: bool) -> int:
+    def reset(self, *, outages: bool, seed: int | None = None, begun_s: float = 0.0) -> int:
         self._forget_connections()
+        seed = self._seed if seed is None else seed
         directions = (self._profile.up, self._profile.down)
         for (namespace, _, _), direction in zip(self._hosts(), directions, strict=True):
             command = ("-n", namespace, "qdisc", "replace", "dev", DEVICE, "root", "netem")
             arguments = netem_arguments(direction, self._profile.mtu)
             try:
-                namespaces.tc(*command, *arguments, "seed", str(self._seed))
+                namespaces.tc(*command, *arguments, "seed", str(seed))
             except LinkError:  # `seed` is younger than netem
                 namespaces.tc(*command, *arguments)
                 self.cannot = ("seeded draws: this netem has no `seed`",)
@@ -286,7 +288,7 @@ class RelayBackend:
     def inside(self, side: str, command: Sequence[str]) -> list[str]:
         return list(command)
 
-    def reset(self, *, outages: bool) -> int:
+    def reset(self, *, outages: bool, seed: int | None = None, begun_s: float = 0.0) -> int:
         assert self._child is not None
         return int(self._child.ask({"do": "reset"})["start_ns"])
 

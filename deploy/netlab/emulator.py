@@ -78,16 +78,19 @@ class Emulator:
         self._unwritten = 0
         self.reset(outages=False, lead_ns=0)
 
-    def reset(self, *, outages: bool, lead_ns: int) -> dict[str, Any]:
-        """Forget every packet; draws, trace and outages begin anew, at the moment that is returned."""
+    def reset(
+        self, *, outages: bool, lead_ns: int, seed: int | None = None, begun_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Forget every packet; draws begin anew at the moment that is returned, trace and outages `begun_s`
+        before it."""
         self._start_ns = time.monotonic_ns()
         self._cpu_start = time.process_time()
         up, down = (
             Lane(
                 direction,
-                seed=self._seed,
+                seed=self._seed if seed is None else seed,
                 name=name,
-                start_ns=self._start_ns,
+                start_ns=self._start_ns - int(begun_s * NS_PER_S),
                 outages=self._profile.outages if outages else None,
                 trace_ms=self._traces.get(name),
                 lead_ns=lead_ns,
@@ -172,7 +175,7 @@ class Emulator:
     def _obey(self, order: dict[str, Any]) -> bool:
         match order["do"]:
             case "reset":
-                _say(self.reset(outages=order["outages"], lead_ns=order["lead_ns"]))
+                _say(self.reset(**{key: order[key] for key in ("outages", "lead_ns", "seed", "begun_s")}))
             case "bare":  # no delay and no limit: what remains is the link's own cost
                 bare = Direction(delay_ms=0)
                 self._connect(*(Lane(bare, seed=0, name=name, start_ns=0) for name in ("up", "down")))

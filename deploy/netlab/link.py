@@ -146,9 +146,14 @@ class Link:
         """Counts of both directions and the link's own cost since the last reset."""
         return self.backend.stats()
 
-    def reset(self) -> None:
-        """Empty the link; draws, trace and outages begin anew: each arm of an experiment gets one link."""
-        self.backend.reset(outages=True)
+    def reset(self, *, seed: int | None = None, begun_s: float = 0.0) -> None:
+        """Empty the link; draws, trace and outages begin anew: each arm of an experiment gets one link.
+
+        Args:
+            seed: of the draws from now on; None: the link's own.
+            begun_s: how far into the trace, and into the time between outages, to begin.
+        """
+        self.backend.reset(outages=True, seed=seed, begun_s=begun_s)
 
     def popen_client(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on the client's host; options as of `subprocess.Popen`. It ends with the link."""

@@ -93,7 +93,7 @@ class Metered:
         return torch.zeros(1, 1)
 
 
-@pytest.mark.parametrize(("row_s", "price"), [(0.0, 2**-8), (0.001, 1 / 16), (0.01, 1 / 4)])
+@pytest.mark.parametrize(("row_s", "price"), [(0.0, 2**-8), (0.001, 1 / 8), (0.01, 1 / 2)])
 def test_the_price_follows_what_a_row_costs(model, monkeypatch, row_s, price):
     metered = Metered(model, 0.03, row_s)
     monkeypatch.setattr("time.perf_counter", lambda: metered.now)
@@ -103,7 +103,13 @@ def test_the_price_follows_what_a_row_costs(model, monkeypatch, row_s, price):
 def test_the_price_is_that_of_the_dearer_of_the_first_rows_and_of_many(model, monkeypatch):
     metered = Metered(model, 0.03, 0.001, step_s=0.006)
     monkeypatch.setattr("time.perf_counter", lambda: metered.now)
-    assert row_price(metered) == 1 / 4  # 4 ms each of 36
+    assert row_price(metered) == 1 / 4  # 3 ms each of 36
+
+
+def test_the_price_is_that_of_the_time_that_a_pass_is_made_to_last(model, monkeypatch):
+    metered = Metered(model, 0.03, 0.001)
+    monkeypatch.setattr("time.perf_counter", lambda: metered.now)
+    assert row_price(metered, lambda num_tokens: 0.1 + 0.0001 * num_tokens) == 2**-8
 
 
 def doubtful(rng: random.Random, truth: list[int], vocab_size: int = 250) -> tuple[list[int], Distributions]:

@@ -19,7 +19,8 @@ from shared.messages import Timing
 @dataclass(frozen=True)
 class Link:
     """Seconds, except for `kept`: the chance that a drafted token is kept. `crowding` slows both sides while
-    they work at the same time, as on shared cores; `up_rate` is in bytes a second."""
+    they work at the same time, as on shared cores; `spread` is how far a duration can be from its mean, as
+    a share of it; `up_rate` is in bytes a second."""
 
     round_trip: float
     draft: float
@@ -30,6 +31,7 @@ class Link:
     jitter: float = 0.0
     up_rate: float = 1e9
     token_bytes: int = 60
+    spread: float = 0.0
 
     def judge(self, num_tokens: int) -> float:
         return self.base + self.per_token * num_tokens
@@ -58,6 +60,9 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
     last_round = 0.0
     flights: deque[Flight] = deque()
 
+    def varied(seconds: float) -> float:
+        return seconds * draws.uniform(1 - link.spread, 1 + link.spread) if link.spread else seconds
+
     def way() -> float:
         return link.round_trip / 2 + draws.uniform(-link.jitter, link.jitter)
 
@@ -79,7 +84,7 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
         if window_open and not plan.cloud_tokens and (not flights or flights[0].arrival > now):
             slow = link.crowding if plan.ahead else 1.0
             k = plan.k if flights or not plan.first_k else plan.first_k
-            took = k * link.draft * slow
+            took = varied(k * link.draft * slow)
             wrong = next((flight for flight in flights if flight.accepted < flight.k), None)
             if wrong is not None and wrong.arrival < now + took:
                 now = wrong.arrival  # the verdicts until then are read below
@@ -93,7 +98,7 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
                 continue
             now += took
             accepted = next((i for i in range(k) if draws.random() >= link.kept), k)
-            judged = link.judge(k + 1) * slow
+            judged = varied(link.judge(k + 1) * slow)
             num_bytes = 60 + int(k * link.token_bytes * sizes.uniform(0.2, 1.8))
             uplink_free = max(uplink_free, now) + num_bytes / link.up_rate
             reached = uplink_free + way()

@@ -18,6 +18,7 @@ SMALL = {"base": 0.022, "per_token": 0.0015}
 
 LINKS = {
     "loopback, shared cores": Link(0.0003, 0.006, **SMALL, kept=0.96, crowding=1.6),
+    "one core a side": Link(0.003, 0.0165, 0.064, 0.001, kept=0.965, spread=0.35),
     "lan, good draft": Link(0.0005, 0.006, **SMALL, kept=0.96),
     "lan, poor draft": Link(0.0005, 0.006, **SMALL, kept=0.6),
     "lan, useless draft": Link(0.0005, 0.02, **SMALL, kept=0.1),

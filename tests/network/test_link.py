@@ -107,6 +107,24 @@ def test_a_reset_replays_the_losses():
     assert runs[0] == runs[1]
 
 
+def test_a_reset_with_another_seed_has_other_losses():
+    with Link(profile(up={"loss": 0.3}), seed=4, backend="tun", calibrated=False) as link:
+        runs = []
+        for seed in (4, 5, None):
+            link.reset(seed=seed)
+            runs.append(train(link, mbit=10, count=200, size=200)["numbers"])
+    assert runs[0] == runs[2] != runs[1]
+
+
+def test_a_reset_can_begin_shortly_before_an_outage():
+    with Link(profile(outages={"every_s": 60, "length_s": 30}), backend="tun", calibrated=False) as link:
+        link.reset()
+        assert len(train(link, mbit=1, count=50, size=200)["numbers"]) == 50
+        link.reset(begun_s=61)
+        assert not train(link, mbit=1, count=50, size=200)["numbers"]
+        assert link.stats()["up"]["num_cut"] == 50
+
+
 def test_a_full_queue_drops_the_tail():
     slow = profile(up={"rate_mbit": 0.08, "queue_packets": 8})  # 50 ms a packet of 500 bytes
     with Link(slow, backend="tun", calibrated=False) as link:
