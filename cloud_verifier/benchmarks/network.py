@@ -5,7 +5,7 @@ measured before it is used. The verifier runs on one, the edge on the other; bot
 target, and the arms take turns, one answer each for every seed, in an order of its own. Answers have exactly
 the same length. They are greedy unless `--temperature` says otherwise: every arm then writes the same text
 and is rejected at the same places, so that arms differ by time alone. In sampled answers a few rejections
-more or less, which are luck, make a bigger difference than most choices do; `sampled` arms show what they cost.
+more or less, which are luck, make a bigger difference than most choices do; `sampled` arms show their cost.
 
 A seed has its own prompt, which the verifier has read before any arm is measured; its own losses and jitter;
 and its own place in the trace and between outages.
