@@ -279,6 +279,32 @@ def test_logits_that_are_not_finite_fault_their_own_block_only(rule, bad):
     assert [actual[0], actual[2]] == [expected[0], expected[2]]
 
 
+NEITHER, TOP_K, TOP_P = SAMPLED, replace(SAMPLED, top_k=50), replace(SAMPLED, top_p=0.9)
+BOTH = replace(TOP_K, top_p=0.9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", [name for name in VERIFICATIONS if name != "greedy"])
+@pytest.mark.parametrize("sampling", [NEITHER, TOP_K, TOP_P, BOTH], ids=["plain", "top_k", "top_p", "both"])
+def test_without_a_compiler_too_a_row_that_is_not_finite_faults_its_own_block_only(
+    monkeypatch, sampling, rule, dtype
+):
+    monkeypatch.setattr("cloud_verifier.native_rows.row_kernel", lambda: None)
+    size = 200
+    q = uniform_q(2, size)
+    companies = [sampling] if sampling is NEITHER else [sampling, BOTH]  # who is computed alike
+    for other in companies:
+        before, after = (BlockInput((3, 7), q, replace(other, seed=i), rule, 5 + i) for i in range(2))
+        faulty = BlockInput((3, 7), q, sampling, rule, 9)
+        logits = torch.randn(9, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+        logits[3, 2] = torch.nan
+        outcomes = judge(logits, [before, faulty, after])
+        assert outcomes[1].fault is not None
+        assert outcomes[1].fault.kind is FaultKind.NOT_FINITE
+        assert [outcomes[0]] == judge(logits[:3], [before])
+        assert [outcomes[2]] == judge(logits[6:], [after])
+
+
 @pytest.mark.parametrize("rule", VERIFICATIONS)
 def test_equal_distributions_accept_everything(rule):
     # Rules that do not look at q need the target to be as sure as the draft.
