@@ -41,12 +41,7 @@ def check_open(message: Open, description: Description) -> Open:
             f"Choose one of: {', '.join(description.verifications)}.",
         )
     check_sampling(message.sampling, description.tokenizer.size)
-    if message.verification == "greedy" and message.sampling.temperature > 0:
-        raise SpecwireError(
-            FaultKind.BAD_SAMPLING,
-            f"Greedy verification cannot keep a temperature of {message.sampling.temperature:g}.",
-            "Set the temperature to 0, or choose another verification.",
-        )
+    check_rule(message)
     _check_tokens(message.tokens, description.tokenizer.size)
     if not message.tokens and not message.session_id:
         raise SpecwireError(
@@ -76,6 +71,22 @@ def check_open(message: Open, description: Description) -> Open:
         max_block=min(message.max_block, description.limits.max_block),
         prompt_len=message.prompt_len or len(message.tokens),
     )
+
+
+def check_rule(request: Open, step: int = 0) -> None:
+    """Whether the session's rule can serve its sampling, asked again when an Append changes that.
+
+    Raises:
+        SpecwireError: BAD_SAMPLING.
+    """
+    params = request.sampling
+    if request.verification == "greedy" and not sampling.is_greedy(params):
+        raise SpecwireError(
+            FaultKind.BAD_SAMPLING,
+            f"Greedy verification cannot keep a temperature of {params.temperature:g}.",
+            "Set the temperature to 0, or choose another verification.",
+            step=step,
+        )
 
 
 def needs_q(opened: Open) -> bool:

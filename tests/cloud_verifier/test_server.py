@@ -227,13 +227,15 @@ async def test_bad_steps_are_typed_faults_and_touch_nobody_else(model, alone):
         (Append(1, 0, 10, (259,), 5), FaultKind.BAD_TOKENS),
         (Append(1, 0, 10, (1,), 5, SamplingParams(top_p=2)), FaultKind.BAD_SAMPLING),
     ]
+    warm = Append(1, 0, 10, (1,), 5, SamplingParams(temperature=1))
+    opened = [({}, *case) for case in cases] + [({"verification": "greedy"}, warm, FaultKind.BAD_SAMPLING)]
     async with serving(model) as channel:
         healthy = Peer(channel)
         await healthy.send(opening(model, prompt, 60), Generate(1, 0, 10, 60))
         assert isinstance(await healthy.get(), Opened)
-        for message, kind in cases:
+        for changes, message, kind in opened:
             peer = Peer(channel)
-            await peer.send(opening(model, prompt))
+            await peer.send(opening(model, prompt, **changes))
             assert isinstance(await peer.get(), Opened)
             await peer.send(message)
             assert (await peer.fault()).kind is kind, message
