@@ -13,6 +13,7 @@ from shared.faults import FaultKind, SpecwireError
 from shared.messages import PROTOCOL_VERSION, Append, Description, DraftBlock, Generate, Open, SamplingParams
 from shared.vocabulary import check_same_tokenizer
 
+_CARRY_Q = "Choose a codec that carries them, or greedy or coupled verification."
 _FIELDS_BYTES = 1 << 16
 _MAX_BAD_WORDS = 1024
 _MAX_LOGPROBS = 21  # the token itself and its 20 likeliest rivals
@@ -74,10 +75,10 @@ def check_open(message: Open, description: Description) -> Open:
 
 
 def check_rule(request: Open, step: int = 0) -> None:
-    """Whether the session's rule can serve its sampling, asked again when an Append changes that.
+    """Whether the session's rule and codec can serve its sampling, asked again when an Append changes that.
 
     Raises:
-        SpecwireError: BAD_SAMPLING.
+        SpecwireError: BAD_SAMPLING or BAD_REQUEST.
     """
     params = request.sampling
     if request.verification == "greedy" and not sampling.is_greedy(params):
@@ -85,6 +86,14 @@ def check_rule(request: Open, step: int = 0) -> None:
             FaultKind.BAD_SAMPLING,
             f"Greedy verification cannot keep a temperature of {params.temperature:g}.",
             "Set the temperature to 0, or choose another verification.",
+            step=step,
+        )
+    if needs_q(request) and not get_codec(request.codec).carries_q:
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST,
+            f"The codec {request.codec!r} carries no distributions, which {request.verification} "
+            f"verification needs at a temperature of {params.temperature:g}.",
+            _CARRY_Q,
             step=step,
         )
 
@@ -159,7 +168,7 @@ def check_block(message: DraftBlock, opened: Open, description: Description) -> 
             raise SpecwireError(
                 FaultKind.BAD_PAYLOAD,
                 f"The block carries no distributions, which {opened.verification} verification needs.",
-                "Choose a codec that carries them, or greedy or coupled verification.",
+                _CARRY_Q,
                 step=message.step,
             )
         return None

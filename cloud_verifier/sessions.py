@@ -180,8 +180,8 @@ class Session:
         """Adds tokens that nobody samples and starts a new answer after them.
 
         Raises:
-            SpecwireError: CONTEXT_EXCEEDED when they do not fit, or the session's rule cannot serve the
-                new sampling.
+            SpecwireError: CONTEXT_EXCEEDED when they do not fit, BAD_SAMPLING or BAD_REQUEST when the
+                session's rule or codec cannot serve the new sampling.
         """
         if message.sampling is not None:
             check_rule(replace(self.request, sampling=message.sampling), message.step)

@@ -183,6 +183,7 @@ BAD_OPENS = [
     ({"sampling": SamplingParams(temperature=-1)}, FaultKind.BAD_SAMPLING),
     ({"sampling": SamplingParams(top_p=0)}, FaultKind.BAD_SAMPLING),
     ({"verification": "greedy", "sampling": SamplingParams(temperature=1)}, FaultKind.BAD_SAMPLING),
+    ({"codec": "tokens", "sampling": SamplingParams(temperature=1)}, FaultKind.BAD_REQUEST),
     ({"tokens": ()}, FaultKind.BAD_REQUEST),
     ({"tokens": (1, 259)}, FaultKind.BAD_TOKENS),
     ({"tokens": (1,) * 512}, FaultKind.CONTEXT_EXCEEDED),
@@ -228,7 +229,10 @@ async def test_bad_steps_are_typed_faults_and_touch_nobody_else(model, alone):
         (Append(1, 0, 10, (1,), 5, SamplingParams(top_p=2)), FaultKind.BAD_SAMPLING),
     ]
     warm = Append(1, 0, 10, (1,), 5, SamplingParams(temperature=1))
-    opened = [({}, *case) for case in cases] + [({"verification": "greedy"}, warm, FaultKind.BAD_SAMPLING)]
+    opened = [({}, *case) for case in cases] + [
+        ({"verification": "greedy"}, warm, FaultKind.BAD_SAMPLING),
+        ({"codec": "tokens", "verification": "block"}, warm, FaultKind.BAD_REQUEST),
+    ]
     async with serving(model) as channel:
         healthy = Peer(channel)
         await healthy.send(opening(model, prompt, 60), Generate(1, 0, 10, 60))
