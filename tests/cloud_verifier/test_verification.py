@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cloud_verifier.verification import VERIFICATIONS, BlockInput, get_verification, judge
+from cloud_verifier.verification import VERIFICATIONS, BlockInput, BlockOutcome, get_verification, judge
 from shared import reference
 from shared.codecs import Distributions, get_codec
 from shared.faults import FaultKind, SpecwireError
@@ -303,6 +303,28 @@ def test_without_a_compiler_too_a_row_that_is_not_finite_faults_its_own_block_on
         assert outcomes[1].fault.kind is FaultKind.NOT_FINITE
         assert [outcomes[0]] == judge(logits[:3], [before])
         assert [outcomes[2]] == judge(logits[6:], [after])
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("sampling", [SAMPLED, replace(SAMPLED, top_k=3)], ids=["plain", "top_k"])
+@pytest.mark.parametrize(("num_kept", "bad"), [(0, 1), (0, 2), (1, 2), (0, 0), (1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("rule", VERIFICATIONS)
+def test_a_row_that_is_not_finite_counts_where_it_decides_something(
+    monkeypatch, rule, num_kept, bad, sampling, compiled
+):
+    if not compiled:
+        monkeypatch.setattr("cloud_verifier.native_rows.row_kernel", lambda: None)
+    logits = torch.zeros(3, 4)
+    logits[:, 2] = 60.0
+    logits[num_kept:, 1:3] = torch.tensor([60.0, 0.0])  # what is drafted there is wrong
+    logits[bad, 0] = torch.nan
+    outcome = judge(logits, [BlockInput((2, 2), uniform_q(2), sampling, rule, 5)])[0]
+    # Behind the first rejection it decides nothing; only block verification judges all tokens jointly.
+    if bad > num_kept and rule != "block":
+        assert outcome == BlockOutcome(num_kept, (1,))
+    else:
+        assert outcome.fault is not None
+        assert outcome.fault.kind is FaultKind.NOT_FINITE
 
 
 @pytest.mark.parametrize("rule", VERIFICATIONS)
