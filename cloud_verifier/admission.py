@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cloud_verifier.verification import VERIFICATIONS
+from cloud_verifier.verification import VERIFICATIONS, is_lossy
 from shared import sampling, wire
 from shared.codecs import Distributions, get_codec
 from shared.faults import FaultKind, SpecwireError
@@ -74,34 +74,26 @@ def check_open(message: Open, description: Description) -> Open:
     )
 
 
-def check_rule(request: Open, step: int = 0) -> None:
+def check_rule(request: Open) -> None:
     """Whether the session's rule and codec can serve its sampling, asked again when an Append changes that.
 
     Raises:
         SpecwireError: BAD_SAMPLING or BAD_REQUEST.
     """
-    params = request.sampling
-    if request.verification == "greedy" and not sampling.is_greedy(params):
-        raise SpecwireError(
-            FaultKind.BAD_SAMPLING,
-            f"Greedy verification cannot keep a temperature of {params.temperature:g}.",
-            "Set the temperature to 0, or choose another verification.",
-            step=step,
-        )
+    sampling.check_rule(request.sampling, request.verification)
     if needs_q(request) and not get_codec(request.codec).carries_q:
         raise SpecwireError(
             FaultKind.BAD_REQUEST,
             f"The codec {request.codec!r} carries no distributions, which {request.verification} "
-            f"verification needs at a temperature of {params.temperature:g}.",
+            f"verification needs at a temperature of {request.sampling.temperature:g}.",
             _CARRY_Q,
-            step=step,
         )
 
 
 def needs_q(opened: Open) -> bool:
     """Whether the session's blocks must carry distributions; at temperature 0 exact rules need none."""
-    rule = VERIFICATIONS[opened.verification]
-    return rule.needs_q and (rule.lossy or not sampling.is_greedy(opened.sampling))
+    exact = not is_lossy(opened.verification, opened.sampling)
+    return VERIFICATIONS[opened.verification].needs_q and not (exact and sampling.is_greedy(opened.sampling))
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:

@@ -184,7 +184,7 @@ class Session:
                 session's rule or codec cannot serve the new sampling.
         """
         if message.sampling is not None:
-            check_rule(replace(self.request, sampling=message.sampling), message.step)
+            check_rule(replace(self.request, sampling=message.sampling))
         if len(self.committed) + len(message.tokens) >= self.max_context:
             raise context_exceeded(len(self.committed) + len(message.tokens), self.max_context, message.step)
         self.committed.extend(message.tokens)

@@ -159,6 +159,20 @@ async def test_generate_and_blocks_write_the_targets_text(model, alone):
         await peer.close()
 
 
+@pytest.mark.parametrize(("verification", "weight"), [("fused", 0.5), ("fused", 0.0), ("token", 0.0)])
+async def test_a_verdict_is_lossy_only_with_a_weight(model, verification, weight):
+    sampling = SamplingParams(temperature=1, fused_weight=weight)
+    async with serving(model, verifications=("fused", "token")) as channel:
+        peer = Peer(channel)
+        asked = opening(model, [1, 2, 3], verification=verification, sampling=sampling)
+        await peer.send(asked, block(model, 1, 3, [5, 6]))
+        assert isinstance(await peer.get(), Opened)
+        verdict = await peer.get()
+        assert isinstance(verdict, Verdict)
+        assert verdict.lossy is (weight > 0)
+        await peer.close()
+
+
 async def test_health_reflection_and_description(model):
     async with serving(model) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -184,6 +198,7 @@ BAD_OPENS = [
     ({"sampling": SamplingParams(top_p=0)}, FaultKind.BAD_SAMPLING),
     ({"verification": "greedy", "sampling": SamplingParams(temperature=1)}, FaultKind.BAD_SAMPLING),
     ({"codec": "tokens", "sampling": SamplingParams(temperature=1)}, FaultKind.BAD_REQUEST),
+    ({"sampling": SamplingParams(temperature=1, fused_weight=0.5)}, FaultKind.BAD_SAMPLING),
     ({"tokens": ()}, FaultKind.BAD_REQUEST),
     ({"tokens": (1, 259)}, FaultKind.BAD_TOKENS),
     ({"tokens": (1,) * 512}, FaultKind.CONTEXT_EXCEEDED),
@@ -231,6 +246,7 @@ async def test_bad_steps_are_typed_faults_and_touch_nobody_else(model, alone):
     warm = Append(1, 0, 10, (1,), 5, SamplingParams(temperature=1))
     opened = [({}, *case) for case in cases] + [
         ({"verification": "greedy"}, warm, FaultKind.BAD_SAMPLING),
+        ({}, Append(1, 0, 10, (1,), 5, SamplingParams(fused_weight=0.5)), FaultKind.BAD_SAMPLING),
         ({"codec": "tokens", "verification": "block"}, warm, FaultKind.BAD_REQUEST),
     ]
     async with serving(model) as channel:
