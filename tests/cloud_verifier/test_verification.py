@@ -7,14 +7,17 @@ import pytest
 import torch
 
 from cloud_verifier.verification import VERIFICATIONS, BlockInput, BlockOutcome, get_verification, judge
+from cloud_verifier.verification.batch import pack
+from cloud_verifier.verification.penalties import adjust_logits
 from shared import reference
 from shared.codecs import Distributions, get_codec
 from shared.faults import FaultKind, SpecwireError
-from shared.history import TokenHistory
+from shared.history import TokenHistory, adjust
 from shared.messages import SamplingParams
 from shared.randomness import Purpose, random_words
 from shared.sampling import coupled_choice, is_greedy, probabilities
 
+SAMPLED = SamplingParams(temperature=1.0, seed=3)
 ORACLES = {"token": reference.token_wise, "block": reference.block}
 
 
@@ -254,6 +257,35 @@ def test_a_row_after_a_sibling_that_is_not_finite_faults_its_block_when_it_is_ne
     assert judge(logits, [block])[0].fault.kind is FaultKind.NOT_FINITE
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "frequency_penalty": -0.25},
+        {"repetition_penalty": 0.8, "presence_penalty": 0.5, "logit_bias": {3: 2.0, 9: -1.0, 99: 1.0}},
+        {"min_tokens": 5, "bad_words": ((4, 7, 8), (2,), (7, 99))},
+        {"repetition_penalty": 1.3, "min_tokens": 5, "bad_words": ((4, 7, 8), (7, 7))},
+        {"frequency_penalty": 0.5, "logit_bias": {7: 1.0, 8: 1.0}, "bad_words": ((7, 8),), "min_tokens": 4},
+    ],
+    ids=str,
+)
+def test_every_row_is_adjusted_for_the_text_before_it(changes):
+    """Counts rise, a word is about to be completed, and enough tokens are there, all within a block."""
+    sampling = replace(SAMPLED, **changes)
+    text, prompt_len, eos = [3, 5, 5, 1, 6, 3], 4, (0,)
+    blocks = [
+        BlockInput(tokens, None, sampling, "greedy", 6, context=text, prompt_len=prompt_len, eos_ids=eos)
+        for tokens in ((4, 7, 7, 3, 7, 11), (), (8,))
+    ]
+    logits = torch.randn(10, 12, generator=torch.Generator().manual_seed(1))
+    batch = pack(blocks, [0, 7, 8], with_draft=False)
+    actual = adjust_logits(logits, batch, blocks).numpy()
+    before = [[*text, *block.tokens[:i]] for block in blocks for i in range(len(block.tokens) + 1)]
+    for row, changed, tokens in zip(logits.numpy(), actual, before, strict=True):
+        expected = adjust(row, sampling, TokenHistory(tokens, prompt_len, eos))
+        assert changed.tolist() == expected.tolist()
+
+
 def flat(num_rows, vocab_size=4):
     return torch.zeros(num_rows, vocab_size)
 
@@ -261,9 +293,6 @@ def flat(num_rows, vocab_size=4):
 def uniform_q(num_rows, vocab_size=4):
     row = get_codec("lattice").quantise(np.full(vocab_size, 1 / vocab_size, np.float32))
     return Distributions.from_rows([row] * num_rows)
-
-
-SAMPLED = SamplingParams(temperature=1.0, seed=3)
 
 
 @pytest.mark.parametrize("rule", VERIFICATIONS)
