@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from cloud_verifier.verification import VERIFICATIONS
+from cloud_verifier.verification import VERIFICATIONS, is_lossy
 from shared import sampling, wire
 from shared.codecs import Distributions, get_codec
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import PROTOCOL_VERSION, Append, Description, DraftBlock, Generate, Open, SamplingParams
 from shared.vocabulary import check_same_tokenizer
 
+_CARRY_Q = "Choose a codec that carries them, or greedy or coupled verification."
 _FIELDS_BYTES = 1 << 16
 _MAX_BAD_WORDS = 1024
 _MAX_LOGPROBS = 21  # the token itself and its 20 likeliest rivals
@@ -41,12 +42,7 @@ def check_open(message: Open, description: Description) -> Open:
             f"Choose one of: {', '.join(description.verifications)}.",
         )
     check_sampling(message.sampling, description.tokenizer.size)
-    if message.verification == "greedy" and message.sampling.temperature > 0:
-        raise SpecwireError(
-            FaultKind.BAD_SAMPLING,
-            f"Greedy verification cannot keep a temperature of {message.sampling.temperature:g}.",
-            "Set the temperature to 0, or choose another verification.",
-        )
+    check_rule(message)
     _check_tokens(message.tokens, description.tokenizer.size)
     if not message.tokens and not message.session_id:
         raise SpecwireError(
@@ -78,10 +74,26 @@ def check_open(message: Open, description: Description) -> Open:
     )
 
 
+def check_rule(request: Open) -> None:
+    """Whether the session's rule and codec can serve its sampling, asked again when an Append changes that.
+
+    Raises:
+        SpecwireError: BAD_SAMPLING or BAD_REQUEST.
+    """
+    sampling.check_rule(request.sampling, request.verification)
+    if needs_q(request) and not get_codec(request.codec).carries_q:
+        raise SpecwireError(
+            FaultKind.BAD_REQUEST,
+            f"The codec {request.codec!r} carries no distributions, which {request.verification} "
+            f"verification needs at a temperature of {request.sampling.temperature:g}.",
+            _CARRY_Q,
+        )
+
+
 def needs_q(opened: Open) -> bool:
     """Whether the session's blocks must carry distributions; at temperature 0 exact rules need none."""
-    rule = VERIFICATIONS[opened.verification]
-    return rule.needs_q and (rule.lossy or not sampling.is_greedy(opened.sampling))
+    exact = not is_lossy(opened.verification, opened.sampling)
+    return VERIFICATIONS[opened.verification].needs_q and not (exact and sampling.is_greedy(opened.sampling))
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -148,7 +160,7 @@ def check_block(message: DraftBlock, opened: Open, description: Description) -> 
             raise SpecwireError(
                 FaultKind.BAD_PAYLOAD,
                 f"The block carries no distributions, which {opened.verification} verification needs.",
-                "Choose a codec that carries them, or greedy or coupled verification.",
+                _CARRY_Q,
                 step=message.step,
             )
         return None

@@ -116,12 +116,17 @@ class RowKernel:
         Args:
             top, mass: [R], as from `summary`; mass counts in rows with a nucleus only.
             cuts: top_k, top_p and min_p of each row, [R] each.
+
+        Raises:
+            MemoryError: there was none for a row's tokens.
         """
         counts, most = np.empty(len(rows), np.int64), 512
         while True:
             ids, probs = np.empty((len(rows), most), np.int64), np.empty((len(rows), most), np.float32)
             room = np.array([most])
             self._call("truncate", logits, rows, rate, top, mass, *cuts, room, counts, ids, probs)
+            if counts.min(initial=0) < 0:
+                raise MemoryError(f"no memory to rank {logits.shape[1]} tokens")
             if (needed := int(counts.max(initial=0))) <= most:
                 break
             most = needed

@@ -23,7 +23,7 @@ from cloud_verifier.scheduler import Work
 from cloud_verifier.sessions import Session, Step
 from cloud_verifier.siblings import SiblingRule
 from cloud_verifier.target_model import Segment
-from cloud_verifier.verification import VERIFICATIONS, BlockInput, BlockOutcome, judge
+from cloud_verifier.verification import BlockInput, BlockOutcome, is_lossy, judge
 from shared.codecs.base import Distributions
 from shared.faults import FaultKind, SpecwireError
 from shared.history import needs_history
@@ -220,7 +220,7 @@ class PassRunner:
         before = len(session.committed)
         reply: Verdict | Tokens
         if isinstance(message, DraftBlock):
-            lossy = is_lossy(session.request.verification)
+            lossy = is_lossy(session.request.verification, session.sampling)
             reply = verdict = session.commit_verdict(message, outcome, timing, lossy)
             continues = message.more and verdict.num_accepted == len(message.tokens)
         else:
@@ -282,11 +282,6 @@ def internal_fault(error: Exception, work: Work) -> SpecwireError:
         f"The verifier failed on this session: {type(error).__name__}.",
         "Try again; the operator finds the cause in the verifier's log.",
     )
-
-
-def is_lossy(verification: str) -> bool:
-    """Whether the rule does not keep the target's distribution."""
-    return VERIFICATIONS[verification].lossy
 
 
 def _whole_reply(reply: Verdict | Tokens, step: Step) -> Verdict | Tokens:

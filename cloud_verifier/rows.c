@@ -260,7 +260,7 @@ static size_t truncate(const float *x, size_t vocab, float top, float rate, doub
 }
 
 /* For each of n rows: how many tokens are left, and all of them in ascending order with their p where they are
- * no more than `most`; ids and probs are [n, most]. */
+ * no more than `most`; ids and probs are [n, most]. A count of -1 says that memory was short. */
 void specwire_truncate(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n, const float *rate,
                        const float *top, const double *mass, const int64_t *top_k, const double *top_p,
                        const float *min_p, const int64_t *most, int64_t *counts, int64_t *ids, float *probs,
@@ -270,7 +270,7 @@ void specwire_truncate(const float *x, size_t stride, size_t vocab, const int64_
         candidate *kept = malloc(vocab * sizeof *kept);
 #pragma omp for schedule(dynamic)
         for (size_t r = 0; r < n; r++) {
-            counts[r] = 0;
+            counts[r] = kept ? 0 : -1;
             if (!kept || !isfinite(top[r])) continue;
             const size_t num = truncate(x + (size_t)rows[r] * stride, vocab, top[r], rate[r], mass[r], top_k[r],
                                         top_p[r], min_p[r], kept);

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from cloud_verifier.auth import Authenticator
 from cloud_verifier.engine import Engine
 from cloud_verifier.metrics import Metrics
-from cloud_verifier.passes import StepEmulation, is_lossy
+from cloud_verifier.passes import StepEmulation
 from cloud_verifier.registry import EngineLimits
 from cloud_verifier.scheduler import Budget
 from cloud_verifier.service import SERVICE_NAME, VerifierService
@@ -59,7 +59,7 @@ class ServerConfig:
 
 
 def exact_verifications() -> tuple[str, ...]:
-    return tuple(name for name in VERIFICATIONS if not is_lossy(name))
+    return tuple(name for name, rule in VERIFICATIONS.items() if not rule.lossy)
 
 
 def _checked(verification: str) -> str:

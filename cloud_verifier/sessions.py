@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cloud_verifier.admission import check_rule
 from cloud_verifier.verification import BlockOutcome
 from shared.codecs.base import Distributions
 from shared.faults import FaultKind, SpecwireError
@@ -179,8 +180,11 @@ class Session:
         """Adds tokens that nobody samples and starts a new answer after them.
 
         Raises:
-            SpecwireError: CONTEXT_EXCEEDED when they do not fit.
+            SpecwireError: CONTEXT_EXCEEDED when they do not fit, BAD_SAMPLING or BAD_REQUEST when the
+                session's rule or codec cannot serve the new sampling.
         """
+        if message.sampling is not None:
+            check_rule(replace(self.request, sampling=message.sampling))
         if len(self.committed) + len(message.tokens) >= self.max_context:
             raise context_exceeded(len(self.committed) + len(message.tokens), self.max_context, message.step)
         self.committed.extend(message.tokens)

@@ -81,7 +81,7 @@ class Conversation:
         Raises:
             SpecwireError: it offers nothing that is known here, or the settings ask for what is not.
         """
-        self._settings = self._settings.agreed(description)
+        self._settings = self._settings.agreed(description, drafts=self._model is not None)
         self._description = description
         self._drafter = self._make_drafter()
 

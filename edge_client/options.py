@@ -83,7 +83,7 @@ class Options:
         float,
         option(
             SAMPLING,
-            "With --verification fused: the draft's share in what is judged by, 0 to 1. Not exact.",
+            "With --verification fused: the draft's share in what is judged by, 0 to 1; lossy above 0.",
         ),
     ] = 0.0
     seed: Annotated[
@@ -118,9 +118,9 @@ class Options:
     ] = False
 
     def sampling(self) -> SamplingParams:
-        """Raises SpecwireError(BAD_SAMPLING) naming what is out of range."""
+        """Raises SpecwireError(BAD_SAMPLING) naming what is out of range, or not for the verification."""
         from shared.messages import SamplingParams
-        from shared.sampling import validate
+        from shared.sampling import check_rule, validate
 
         params = SamplingParams(
             temperature=self.temperature,
@@ -131,6 +131,7 @@ class Options:
             fused_weight=self.fused_weight,
         )
         validate(params)
+        check_rule(params, self.verification)
         return params
 
     def controller(

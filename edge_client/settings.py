@@ -29,9 +29,13 @@ class SessionSettings:
     client: str = ""
     edge_only_fallback: bool = False
 
-    def agreed(self, description: Description) -> SessionSettings:
-        """With what was left to the verifier, which serves what `description` says."""
-        codec = self.codec or _first("codec", description.codecs, CODECS)
+    def agreed(self, description: Description, *, drafts: bool = True) -> SessionSettings:
+        """With what was left to the verifier, which serves what `description` says.
+
+        Who never `drafts` sends no block: the codec is then left to the verifier, as it would refuse one
+        without distributions where its rule needs them.
+        """
+        codec = (self.codec if drafts else "") or _first("codec", description.codecs, CODECS)
         verification = self.verification or _first("verification", description.verifications)
         # Coupled verification reads no distributions, so none are sent.
         if verification == "coupled" and "tokens" in description.codecs:

@@ -54,6 +54,22 @@ def validate(params: SamplingParams) -> None:
             raise _bad_sampling("bad_words", word, "sequences of at least one token id of 0 or more")
 
 
+def check_rule(params: SamplingParams, verification: str) -> None:
+    """SpecwireError(BAD_SAMPLING) where a verification cannot give what these parameters ask for."""
+    if verification == "greedy" and not is_greedy(params):
+        raise SpecwireError(
+            FaultKind.BAD_SAMPLING,
+            f"Greedy verification cannot keep a temperature of {params.temperature:g}.",
+            "Set the temperature to 0, or choose another verification.",
+        )
+    if params.fused_weight > 0 and verification != "fused":
+        raise SpecwireError(
+            FaultKind.BAD_SAMPLING,
+            f"fused_weight is {params.fused_weight:g}, which only fused verification takes.",
+            "Choose fused verification, which is lossy, or leave the weight at 0.",
+        )
+
+
 def probabilities(
     logits: NDArray[np.float32], params: SamplingParams, history: TokenHistory | None = None
 ) -> NDArray[np.float32]:

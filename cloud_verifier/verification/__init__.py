@@ -32,9 +32,18 @@ from cloud_verifier.verification.rows import Rows
 from cloud_verifier.verification.types import BlockInput, BlockOutcome
 from shared.faults import FaultKind, SpecwireError
 from shared.history import needs_history
+from shared.messages import SamplingParams
 from shared.sampling import is_greedy
 
-__all__ = ["VERIFICATIONS", "BlockInput", "BlockOutcome", "Verification", "get_verification", "judge"]
+__all__ = [
+    "VERIFICATIONS",
+    "BlockInput",
+    "BlockOutcome",
+    "Verification",
+    "get_verification",
+    "is_lossy",
+    "judge",
+]
 
 
 class Rule(Protocol):
@@ -61,7 +70,7 @@ class Verification:
         needs_q: whether blocks must carry the distributions that they were drawn from.
         weighs: whether the rule needs the normaliser of every row that nothing truncates.
         sequential: whether a rejected token ends the rule's work, so that no later row decides anything.
-        lossy: whether the output can differ from the target's distribution.
+        lossy: whether a `fused_weight` above 0 lets the output differ from the target's distribution.
     """
 
     judge: Rule
@@ -93,6 +102,11 @@ def get_verification(name: str) -> Verification:
             f"Choose one of: {', '.join(VERIFICATIONS)}.",
         )
     return verification
+
+
+def is_lossy(rule: str, params: SamplingParams) -> bool:
+    """Whether the rule, with these parameters, does not keep the target's distribution."""
+    return VERIFICATIONS[rule].lossy and params.fused_weight > 0
 
 
 def judge(logits: torch.Tensor, blocks: Sequence[BlockInput]) -> list[BlockOutcome]:
@@ -212,7 +226,7 @@ def _effective_rule(block: BlockInput, vocab_size: int) -> str:
             f"A drafted token is outside the vocabulary of {vocab_size}.",
             "Use a draft model with the verifier's tokenizer.",
         )
-    if is_greedy(block.sampling) and not (verification.lossy and block.sampling.fused_weight > 0):
+    if is_greedy(block.sampling) and not is_lossy(block.rule, block.sampling):
         return "greedy"
     offsets = block.q.offsets if block.q is not None else np.zeros(1, np.int64)
     carried = offsets[1:] > offsets[:-1]

@@ -74,14 +74,16 @@ def truncated_probs(
 ) -> SparseRows:
     """[n, V] logits, their maxima [n] and masses [n] -> what top-k, top-p and min-p leave of each row.
 
-    `params` are those of `RowParams.without_cold`; `mass`, float64, counts in rows with a nucleus only. A row
-    whose maximum is not finite has no meaning here; the caller faults it.
+    `params` are those of `RowParams.without_cold`; `mass`, float64, counts in rows with a nucleus only.
+    Nothing is left of a row whose maximum is not finite; the caller faults it.
     """
     vocab_size = logits.shape[1]
     temperature = torch.from_numpy(params.temperature).to(logits.device)
     counted = (params.top_k > 0) & (params.top_k < vocab_size)
     nuclear = ~counted & (params.top_p < 1)
     bound = _bounds(logits, top, params, counted, nuclear, mass)
+    # No logit is above NaN. Sums run over all rows' candidates: such a row would spoil those of the others.
+    bound = torch.where(torch.isfinite(top), bound, torch.nan)
     rows, ids = (logits >= bound[:, None]).nonzero(as_tuple=True)
     if nuclear.any():
         kept = _above_nucleus(logits, top, temperature, rows, ids, params, nuclear, mass)

@@ -170,6 +170,13 @@ def test_a_row_that_is_not_finite_leaves_nothing(kernel):
     assert np.bincount(kernel.truncate(logits, rows, rate, top, mass, cuts)[0]).tolist() == [4, 0, 4]
 
 
+def test_a_row_without_memory_to_rank_its_tokens_is_an_error(kernel):
+    logits = torch.empty((1, 1 << 60), device="meta")
+    cuts = (np.full(1, 4), np.ones(1), np.zeros(1, np.float32))
+    with pytest.raises(MemoryError, match=str(1 << 60)):
+        kernel.truncate(logits, np.arange(1), rate_of(1.0, 1), np.zeros(1, np.float32), np.ones(1), cuts)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_coupled_choice_is_that_of_both_sides(kernel, width):
     rng = np.random.default_rng(width)

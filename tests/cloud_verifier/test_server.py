@@ -159,6 +159,20 @@ async def test_generate_and_blocks_write_the_targets_text(model, alone):
         await peer.close()
 
 
+@pytest.mark.parametrize(("verification", "weight"), [("fused", 0.5), ("fused", 0.0), ("token", 0.0)])
+async def test_a_verdict_is_lossy_only_with_a_weight(model, verification, weight):
+    sampling = SamplingParams(temperature=1, fused_weight=weight)
+    async with serving(model, verifications=("fused", "token")) as channel:
+        peer = Peer(channel)
+        asked = opening(model, [1, 2, 3], verification=verification, sampling=sampling)
+        await peer.send(asked, block(model, 1, 3, [5, 6]))
+        assert isinstance(await peer.get(), Opened)
+        verdict = await peer.get()
+        assert isinstance(verdict, Verdict)
+        assert verdict.lossy is (weight > 0)
+        await peer.close()
+
+
 async def test_health_reflection_and_description(model):
     async with serving(model) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -183,6 +197,8 @@ BAD_OPENS = [
     ({"sampling": SamplingParams(temperature=-1)}, FaultKind.BAD_SAMPLING),
     ({"sampling": SamplingParams(top_p=0)}, FaultKind.BAD_SAMPLING),
     ({"verification": "greedy", "sampling": SamplingParams(temperature=1)}, FaultKind.BAD_SAMPLING),
+    ({"codec": "tokens", "sampling": SamplingParams(temperature=1)}, FaultKind.BAD_REQUEST),
+    ({"sampling": SamplingParams(temperature=1, fused_weight=0.5)}, FaultKind.BAD_SAMPLING),
     ({"tokens": ()}, FaultKind.BAD_REQUEST),
     ({"tokens": (1, 259)}, FaultKind.BAD_TOKENS),
     ({"tokens": (1,) * 512}, FaultKind.CONTEXT_EXCEEDED),
@@ -227,13 +243,19 @@ async def test_bad_steps_are_typed_faults_and_touch_nobody_else(model, alone):
         (Append(1, 0, 10, (259,), 5), FaultKind.BAD_TOKENS),
         (Append(1, 0, 10, (1,), 5, SamplingParams(top_p=2)), FaultKind.BAD_SAMPLING),
     ]
+    warm = Append(1, 0, 10, (1,), 5, SamplingParams(temperature=1))
+    opened = [({}, *case) for case in cases] + [
+        ({"verification": "greedy"}, warm, FaultKind.BAD_SAMPLING),
+        ({}, Append(1, 0, 10, (1,), 5, SamplingParams(fused_weight=0.5)), FaultKind.BAD_SAMPLING),
+        ({"codec": "tokens", "verification": "block"}, warm, FaultKind.BAD_REQUEST),
+    ]
     async with serving(model) as channel:
         healthy = Peer(channel)
         await healthy.send(opening(model, prompt, 60), Generate(1, 0, 10, 60))
         assert isinstance(await healthy.get(), Opened)
-        for message, kind in cases:
+        for changes, message, kind in opened:
             peer = Peer(channel)
-            await peer.send(opening(model, prompt))
+            await peer.send(opening(model, prompt, **changes))
             assert isinstance(await peer.get(), Opened)
             await peer.send(message)
             assert (await peer.fault()).kind is kind, message

@@ -6,15 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from cloud_verifier.verification import VERIFICATIONS, BlockInput, get_verification, judge
+from cloud_verifier.verification import VERIFICATIONS, BlockInput, BlockOutcome, get_verification, judge
+from cloud_verifier.verification.batch import pack
+from cloud_verifier.verification.penalties import adjust_logits
 from shared import reference
 from shared.codecs import Distributions, get_codec
 from shared.faults import FaultKind, SpecwireError
-from shared.history import TokenHistory
+from shared.history import TokenHistory, adjust
 from shared.messages import SamplingParams
 from shared.randomness import Purpose, random_words
 from shared.sampling import coupled_choice, is_greedy, probabilities
 
+SAMPLED = SamplingParams(temperature=1.0, seed=3)
 ORACLES = {"token": reference.token_wise, "block": reference.block}
 
 
@@ -254,6 +257,35 @@ def test_a_row_after_a_sibling_that_is_not_finite_faults_its_block_when_it_is_ne
     assert judge(logits, [block])[0].fault.kind is FaultKind.NOT_FINITE
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "frequency_penalty": -0.25},
+        {"repetition_penalty": 0.8, "presence_penalty": 0.5, "logit_bias": {3: 2.0, 9: -1.0, 99: 1.0}},
+        {"min_tokens": 5, "bad_words": ((4, 7, 8), (2,), (7, 99))},
+        {"repetition_penalty": 1.3, "min_tokens": 5, "bad_words": ((4, 7, 8), (7, 7))},
+        {"frequency_penalty": 0.5, "logit_bias": {7: 1.0, 8: 1.0}, "bad_words": ((7, 8),), "min_tokens": 4},
+    ],
+    ids=str,
+)
+def test_every_row_is_adjusted_for_the_text_before_it(changes):
+    """Counts rise, a word is about to be completed, and enough tokens are there, all within a block."""
+    sampling = replace(SAMPLED, **changes)
+    text, prompt_len, eos = [3, 5, 5, 1, 6, 3], 4, (0,)
+    blocks = [
+        BlockInput(tokens, None, sampling, "greedy", 6, context=text, prompt_len=prompt_len, eos_ids=eos)
+        for tokens in ((4, 7, 7, 3, 7, 11), (), (8,))
+    ]
+    logits = torch.randn(10, 12, generator=torch.Generator().manual_seed(1))
+    batch = pack(blocks, [0, 7, 8], with_draft=False)
+    actual = adjust_logits(logits, batch, blocks).numpy()
+    before = [[*text, *block.tokens[:i]] for block in blocks for i in range(len(block.tokens) + 1)]
+    for row, changed, tokens in zip(logits.numpy(), actual, before, strict=True):
+        expected = adjust(row, sampling, TokenHistory(tokens, prompt_len, eos))
+        assert changed.tolist() == expected.tolist()
+
+
 def flat(num_rows, vocab_size=4):
     return torch.zeros(num_rows, vocab_size)
 
@@ -261,9 +293,6 @@ def flat(num_rows, vocab_size=4):
 def uniform_q(num_rows, vocab_size=4):
     row = get_codec("lattice").quantise(np.full(vocab_size, 1 / vocab_size, np.float32))
     return Distributions.from_rows([row] * num_rows)
-
-
-SAMPLED = SamplingParams(temperature=1.0, seed=3)
 
 
 @pytest.mark.parametrize("rule", VERIFICATIONS)
@@ -277,6 +306,54 @@ def test_logits_that_are_not_finite_fault_their_own_block_only(rule, bad):
     assert actual[1].fault is not None
     assert actual[1].fault.kind is FaultKind.NOT_FINITE
     assert [actual[0], actual[2]] == [expected[0], expected[2]]
+
+
+NEITHER, TOP_K, TOP_P = SAMPLED, replace(SAMPLED, top_k=50), replace(SAMPLED, top_p=0.9)
+BOTH = replace(TOP_K, top_p=0.9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", [name for name in VERIFICATIONS if name != "greedy"])
+@pytest.mark.parametrize("sampling", [NEITHER, TOP_K, TOP_P, BOTH], ids=["plain", "top_k", "top_p", "both"])
+def test_without_a_compiler_too_a_row_that_is_not_finite_faults_its_own_block_only(
+    monkeypatch, sampling, rule, dtype
+):
+    monkeypatch.setattr("cloud_verifier.native_rows.row_kernel", lambda: None)
+    size = 200
+    q = uniform_q(2, size)
+    companies = [sampling] if sampling is NEITHER else [sampling, BOTH]  # who is computed alike
+    for other in companies:
+        before, after = (BlockInput((3, 7), q, replace(other, seed=i), rule, 5 + i) for i in range(2))
+        faulty = BlockInput((3, 7), q, sampling, rule, 9)
+        logits = torch.randn(9, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+        logits[3, 2] = torch.nan
+        outcomes = judge(logits, [before, faulty, after])
+        assert outcomes[1].fault is not None
+        assert outcomes[1].fault.kind is FaultKind.NOT_FINITE
+        assert [outcomes[0]] == judge(logits[:3], [before])
+        assert [outcomes[2]] == judge(logits[6:], [after])
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("sampling", [SAMPLED, replace(SAMPLED, top_k=3)], ids=["plain", "top_k"])
+@pytest.mark.parametrize(("num_kept", "bad"), [(0, 1), (0, 2), (1, 2), (0, 0), (1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("rule", VERIFICATIONS)
+def test_a_row_that_is_not_finite_counts_where_it_decides_something(
+    monkeypatch, rule, num_kept, bad, sampling, compiled
+):
+    if not compiled:
+        monkeypatch.setattr("cloud_verifier.native_rows.row_kernel", lambda: None)
+    logits = torch.zeros(3, 4)
+    logits[:, 2] = 60.0
+    logits[num_kept:, 1:3] = torch.tensor([60.0, 0.0])  # what is drafted there is wrong
+    logits[bad, 0] = torch.nan
+    outcome = judge(logits, [BlockInput((2, 2), uniform_q(2), sampling, rule, 5)])[0]
+    # Behind the first rejection it decides nothing; only block verification judges all tokens jointly.
+    if bad > num_kept and rule != "block":
+        assert outcome == BlockOutcome(num_kept, (1,))
+    else:
+        assert outcome.fault is not None
+        assert outcome.fault.kind is FaultKind.NOT_FINITE
 
 
 @pytest.mark.parametrize("rule", VERIFICATIONS)

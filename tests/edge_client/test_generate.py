@@ -272,6 +272,7 @@ async def test_longer_blocks_than_granted_are_cut(target_model, draft_model):
     [
         ({"codec": "dense_f16", "verification": "nonsense"}, GREEDY, FaultKind.UNKNOWN_VERIFICATION),
         ({"verification": "greedy"}, SAMPLED, FaultKind.BAD_SAMPLING),
+        ({"codec": "tokens", "verification": "block"}, SAMPLED, FaultKind.BAD_REQUEST),
         ({}, SamplingParams(top_p=2.0), FaultKind.BAD_SAMPLING),
     ],
 )
@@ -283,6 +284,16 @@ async def test_what_the_verifier_refuses_is_said_once_and_ends(
             await collect(talk, sampling=sampling)
     assert caught.value.kind is kind
     assert caught.value.remedy
+
+
+async def test_who_never_drafts_needs_no_codec_that_carries_distributions(target_model, draft_model):
+    settings = {"codec": "tokens", "verification": "block"}
+    async with serving(target_model) as address:
+        async with conversing(address, draft_model, draft=False, **settings) as talk:
+            _, alone = await collect(talk, sampling=SAMPLED, plan=CLOUD)
+        async with conversing(address, draft_model, **settings) as talk:  # nor does who decodes greedily
+            _, greedy = await collect(talk, plan=Plan(3))
+    assert len(alone.tokens) == len(greedy.tokens) == 24
 
 
 async def test_two_conversations_do_not_mix(target_model, draft_model, tiny_draft):
