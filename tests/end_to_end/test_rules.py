@@ -99,23 +99,30 @@ async def test_coupled_drafts_are_mostly_accepted(
     assert coupled.up_bytes < token.up_bytes
 
 
-@pytest.mark.parametrize("verification", ["token", "block", "greedy", "coupled"])
+@pytest.mark.parametrize(
+    ("verification", "temperature"),
+    [("token", 0.0), ("block", 0.0), ("greedy", 0.0), ("coupled", 0.0), ("coupled", 0.8)],
+)
 @pytest.mark.parametrize("ahead", [0, 2])
 async def test_penalised_speculation_is_the_penalised_target(
-    write: Any, tiny_verifier: str, tiny_model: DraftModel, verification: str, ahead: int
+    write: Any, tiny_verifier: str, tiny_model: DraftModel, verification: str, temperature: float, ahead: int
 ) -> None:
-    eos = tiny_model.manifest.eos_ids
-    alone = await answer(write, tiny_verifier, tiny_model, sampling=PENALISED, cloud_only=True, eos_ids=eos)
-    plain = await answer(write, tiny_verifier, tiny_model, cloud_only=True, eos_ids=eos)
-    together = await answer(
-        write,
-        tiny_verifier,
-        tiny_model,
-        sampling=PENALISED,
-        verification=verification,
-        ahead=ahead,
-        eos_ids=eos,
-    )
+    sampling = replace(PENALISED, temperature=temperature, seed=3)
+
+    async def written(sampling: SamplingParams, **settings: Any) -> tuple[int, ...]:
+        return await answer(
+            write,
+            tiny_verifier,
+            tiny_model,
+            sampling=sampling,
+            verification=verification,
+            eos_ids=tiny_model.manifest.eos_ids,
+            **settings,
+        )
+
+    alone = await written(sampling, cloud_only=True)
+    plain = await written(SamplingParams(temperature=temperature, seed=3), cloud_only=True)
+    together = await written(sampling, ahead=ahead)
     assert together == alone != plain
     assert len(together) >= 8
     assert 110 not in together
