@@ -91,7 +91,11 @@ def serve(
         typer.Option(help="Other tokens than a drafted one that share its pass: auto, or how many; 0: none."),
     ] = "auto",
     allow_verification: Annotated[
-        str, typer.Option(help="Comma-separated rules that clients may ask for; empty allows the exact ones.")
+        str,
+        typer.Option(
+            help="Comma-separated rules that clients may ask for; empty allows the exact ones, of which only "
+            "coupled and greedy keep a client from steering its text."
+        ),
     ] = "",
     allow_generate: Annotated[
         bool, typer.Option(help="Whether clients may let the target write without a draft.")

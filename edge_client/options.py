@@ -88,7 +88,11 @@ class Options:
     ] = 0.0
     seed: Annotated[
         int,
-        option(SAMPLING, "The same seed gives the same text, above temperature 0 only with a fixed --k."),
+        option(
+            SAMPLING,
+            "The same seed gives the same text; above temperature 0 only with a fixed --k or coupled "
+            "verification.",
+        ),
     ] = 0
     max_tokens: Annotated[int, option(SAMPLING, "Tokens of an answer at most.", min=1)] = 512
     k: Annotated[str, option(SPECULATION, "Tokens drafted in a block; 'auto' goes by what is measured.")] = (

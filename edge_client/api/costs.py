@@ -27,7 +27,7 @@ def specwire_report(costs: Sequence[Cost], facts: Mapping[str, Any]) -> dict[str
         tokens_per_s: over all choices, by the slowest one's time.
         reconnects: streams that were lost and replaced.
         seeds: of the choices, in order; each alone gives its text again where `--k` is fixed. With `--k auto`
-            that holds at temperature 0 only.
+            that holds at temperature 0 and with coupled verification only.
     """
     drafted = sum(cost.counts.num_drafted for cost in costs)
     accepted = sum(cost.counts.num_accepted for cost in costs)
