@@ -281,7 +281,7 @@ class _Loop:
         self._in_flight: deque[Block | None] = deque()  # None: the verifier writes
         self._block_bytes: deque[int] = deque()
         self._generation = session.generation
-        self._promised = False  # the last block said that another one follows
+        self._promised = False  # the last request was a block that said that another one follows
         self._stop = threading.Event()
         self._drafting: Future[Block | None] | None = None
         self._receiving: asyncio.Task[Reply] | None = None
@@ -317,6 +317,7 @@ class _Loop:
         room, remaining = self._drafter.room(), self._limit - len(self._drafter.sequence)
         if (plan.cloud_tokens or not room) and self._allows_generate and not self._in_flight:
             num_tokens = min(plan.cloud_tokens or remaining, remaining)
+            self._promised = False  # whatever the plan becomes: nobody knows what a block would follow
             await self._send(Generate(0, 0, len(self._drafter.sequence), num_tokens), None)
             return
         if room:

@@ -14,7 +14,7 @@ from edge_client.connection import Verifier
 from edge_client.controller import FixedController, Plan
 from edge_client.draft_model import DraftModel
 from edge_client.generate import Conversation
-from edge_client.results import Emission, Origin
+from edge_client.results import Emission, Origin, Round
 from edge_client.settings import SessionSettings
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import FinishReason, SamplingParams
@@ -105,6 +105,39 @@ async def test_invariants_after_every_round(target_model, draft_model, seed):
         await stream.close(1.0)
     assert full
     assert rejected
+
+
+class Capricious:
+    """Another K, depth and author whenever it is asked, in the middle of what was asked before too."""
+
+    def __init__(self, seed: int) -> None:
+        self._draws = np.random.default_rng(seed)
+
+    def plan(self) -> Plan:
+        draws = self._draws
+        cloud_tokens = int(draws.integers(1, 9)) if draws.random() < 0.4 else 0
+        return Plan(int(draws.integers(1, 6)), int(draws.integers(0, 4)), cloud_tokens)
+
+    def observe(self, done: Round) -> None:
+        pass
+
+    def explain(self) -> str:
+        return "by chance"
+
+
+@pytest.mark.parametrize(("verification", "sampling"), [("greedy", GREEDY), ("coupled", SAMPLED)])
+async def test_plans_that_change_at_any_moment_change_no_text(
+    target_model, draft_model, verification, sampling
+):
+    async with (
+        serving(target_model) as address,
+        conversing(address, draft_model, verification=verification) as talk,
+    ):
+        _, alone = await collect(talk, sampling=sampling, max_new_tokens=80, plan=CLOUD)
+        for seed in range(8):
+            _, result = await collect(talk, sampling=sampling, max_new_tokens=80, controller=Capricious(seed))
+            assert result.tokens == alone.tokens
+            assert {Origin.ACCEPTED, Origin.CLOUD} <= {o for o, n in result.counts.by_origin.items() if n}
 
 
 @pytest.mark.parametrize("plan", [Plan(1), Plan(4), Plan(2, 3), Plan(6, 1), CLOUD])
