@@ -71,7 +71,7 @@ class Terminal:
     ) -> tuple[str, Result]:
         """Shows an answer as it comes; returns its text and what it cost."""
         stream = TextStream(client.tokenizer)
-        self.shown, origin = "", Origin.ACCEPTED
+        self.shown, origin, warned = "", Origin.ACCEPTED, False
         result: Result | None = None
         try:
             async with contextlib.aclosing(events):
@@ -79,6 +79,9 @@ class Terminal:
                     if isinstance(event, Result):
                         result = event
                         continue
+                    if Loss.PROMPT in event.losses and not warned:
+                        self.notice(f"This answer is not exact: {LOSS_TEXTS[Loss.PROMPT]}.")
+                        warned = True
                     for token, origin in zip(event.tokens, event.origins, strict=True):
                         self._show(stream.push([token]), origin)
                     if explain is not None:

@@ -246,8 +246,10 @@ def test_edge_only_can_be_allowed_in_the_file_and_the_environment(options, monke
     assert RUNNER.invoke(app, away).exit_code == EDGE_ONLY
 
 
-def test_a_chat_goes_on_alone_and_finds_the_verifier_again(options, verifier_process, tiny_draft, capsys):
-    """The verifier is away for the first question; every later answer follows what was written alone."""
+@pytest.mark.parametrize("stats", [False, True])
+def test_a_chat_goes_on_alone_and_finds_the_verifier_again(verifier_process, tiny_draft, capsys, stats):
+    """The verifier is away for the first question; every later answer follows what was written alone, and
+    says so once, until /reset."""
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         relay = runner.run(stack.enter_async_context(Relay(verifier_process).running()))
@@ -265,24 +267,33 @@ def test_a_chat_goes_on_alone_and_finds_the_verifier_again(options, verifier_pro
         client = runner.run(stack.enter_async_context(open_client(settings, terminal.notice)))
         told: list[str] = []
 
+        def hear() -> None:
+            told.append(" ".join(capsys.readouterr().err.split()))
+
         def lines() -> Iterator[str]:
             yield "hello"
-            told.append(capsys.readouterr().err)
+            hear()
             relay.refusing = False
             for _ in range(20):
                 yield "more"
-                told.append(capsys.readouterr().err)
-                if "the draft wrote some of it alone" not in told[-1]:
-                    return
+                hear()
+                if "goes on alone" not in told[-1]:
+                    break
                 time.sleep(0.1)  # until the connection is tried again
+            yield "/reset"
+            yield "hello"
+            hear()
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("builtins.input", _reader(lines()))
-            Chat(client, terminal, runner.run, "", stats=True).loop()
+            Chat(client, terminal, runner.run, "", stats=stats).loop()
         runner.run(stack.aclose())
-    assert "edge only" in told[0]
-    assert "it follows what the draft wrote alone" in told[-1]
-    assert "edge only" not in told[-1]
+    first, *_, again, after = told
+    notice = "This answer is not exact: it follows what the draft wrote alone."
+    assert "edge only" in first
+    assert [text.count(notice) for text in told] == [0, *[1] * (len(told) - 2), 0]
+    assert again.count("it follows what the draft wrote alone") == 1 + stats
+    assert "edge only" not in again + after
 
 
 TERMINAL_CONSOLE = functools.partial(Console, force_terminal=True, color_system="standard")
