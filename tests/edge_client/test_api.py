@@ -53,14 +53,24 @@ def options(address: str, draft: Path, **changes: object) -> Options:
 
 
 @asynccontextmanager
-async def endpoint(address: str, draft: Path, **config: object) -> AsyncIterator[str]:
-    async with serving(options(address, draft), ServeConfig(port=0, model_alias=MODEL, **config)) as url:
+async def endpoint(address: str, draft: Path, *, ahead: str = "auto", **config: object) -> AsyncIterator[str]:
+    settings = options(address, draft, ahead=ahead)
+    async with serving(settings, ServeConfig(port=0, model_alias=MODEL, **config)) as url:
         yield url
 
 
+ONE_OR_MANY = pytest.mark.parametrize("ahead", ["0", "3"])
+"""Blocks that may be in flight beyond the first."""
+
+
 @pytest.fixture
-async def url(verifier: str, tiny_draft: Path) -> AsyncIterator[str]:
-    async with endpoint(verifier, tiny_draft) as url:
+def ahead() -> str:
+    return "auto"
+
+
+@pytest.fixture
+async def url(verifier: str, tiny_draft: Path, ahead: str) -> AsyncIterator[str]:
+    async with endpoint(verifier, tiny_draft, ahead=ahead) as url:
         yield url
 
 
@@ -236,6 +246,7 @@ class TestSampling:
         assert narrow == greedy
 
 
+@ONE_OR_MANY
 class TestStop:
     @pytest.mark.parametrize("stream", [False, True])
     async def test_text_ids_logprobs_and_usage_end_together(
@@ -534,8 +545,8 @@ class TestEdgeOnly:
     """The owner allowed the draft to go on alone."""
 
     @asynccontextmanager
-    async def endpoint(self, address: str, draft: Path) -> AsyncIterator[AsyncOpenAI]:
-        settings = options(address, draft, edge_only_fallback=True, patience=0.3)
+    async def endpoint(self, address: str, draft: Path, ahead: str = "auto") -> AsyncIterator[AsyncOpenAI]:
+        settings = options(address, draft, ahead=ahead, edge_only_fallback=True, patience=0.3)
         async with (
             serving(settings, ServeConfig(port=0, model_alias=MODEL)) as url,
             connected(url) as client,
@@ -573,12 +584,13 @@ class TestEdgeOnly:
             many = await chat(client, n=2, temperature=1, max_tokens=9)
             assert many.usage.completion_tokens == 18
 
+    @ONE_OR_MANY
     async def test_lost_in_the_middle_the_stream_goes_on_and_says_where(
-        self, verifier: str, tiny_draft: Path
+        self, verifier: str, tiny_draft: Path, ahead: str
     ) -> None:
         async with (
             Relay(verifier).running() as relay,
-            self.endpoint(relay.address, tiny_draft) as client,
+            self.endpoint(relay.address, tiny_draft, ahead) as client,
         ):
             exact = await chat(client, temperature=0, max_tokens=100)
             assert exact.model_extra["specwire"]["lossy"] is False
@@ -625,10 +637,13 @@ class TestEdgeOnly:
 
 
 class TestCancellation:
+    @ONE_OR_MANY
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_both_sides_are_free_at_once(self, verifier: str, tiny_draft: Path, stream: bool) -> None:
+    async def test_both_sides_are_free_at_once(
+        self, verifier: str, tiny_draft: Path, stream: bool, ahead: str
+    ) -> None:
         """With one context, a second answer can only come once the first one has let go."""
-        async with endpoint(verifier, tiny_draft, contexts=1) as url, connected(url) as client:
+        async with endpoint(verifier, tiny_draft, contexts=1, ahead=ahead) as url, connected(url) as client:
             asked = chat(client, stream=stream, max_tokens=450, temperature=1, seed=3)
             if stream:
                 running = await asked
@@ -653,21 +668,25 @@ class TestCancellation:
             assert (await waiting[0]).usage.completion_tokens == 24
             assert (await waiting[2]).usage.completion_tokens == 24
 
-    async def test_a_stop_string_frees_the_verifier(self, verifier: str, tiny_draft: Path) -> None:
-        async with endpoint(verifier, tiny_draft) as url, connected(url) as client:
+    @ONE_OR_MANY
+    async def test_a_stop_string_frees_the_verifier(
+        self, verifier: str, tiny_draft: Path, ahead: str
+    ) -> None:
+        async with endpoint(verifier, tiny_draft, ahead=ahead) as url, connected(url) as client:
             full = (await chat(client, temperature=0)).choices[0].message.content
             await chat(client, temperature=0, stop=[full[5:7]])
             # The first session stays for a next turn, the stopped one does not.
             assert await num_sessions(verifier, at_most=1) <= 1
 
+    @ONE_OR_MANY
     async def test_a_turn_after_a_stop_string_sends_everything_anew(
-        self, verifier: str, tiny_draft: Path
+        self, verifier: str, tiny_draft: Path, ahead: str
     ) -> None:
         """As the README says: the verifier has committed what comes after it."""
         wish = {"temperature": 0, "logit_bias": ASCII, "max_tokens": 20}
         messages = [{"role": "user", "content": "Hello " * 20}]
         sent = []
-        async with endpoint(verifier, tiny_draft) as url, connected(url) as client:
+        async with endpoint(verifier, tiny_draft, ahead=ahead) as url, connected(url) as client:
             full = (await chat(client, messages=messages, **wish)).choices[0].message.content
             for stop in ([], [full[5:7]]):
                 first = await chat(client, messages=messages, stop=stop, **wish)
