@@ -414,13 +414,14 @@ class _Loop:
         return Emission(reply.tokens, origins, done_round, answer.logprobs, losses)
 
     async def stop(self) -> None:
-        """Leaves no task and no thread at work on this answer."""
+        """Leaves no task and no thread at work on this answer; what was not judged yet was sent in vain."""
         self._stop.set()
         if self._receiving is not None:
             self._receiving.cancel()
             await asyncio.wait([self._receiving])
         if self._drafting is not None and not self._drafting.done():
             await asyncio.wait([asyncio.wrap_future(self._drafting)])
+        self._session.give_up_pending()
 
 
 def _origins(num_drafted: int, num_accepted: int, num_beyond: int) -> tuple[Origin, ...]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -17,11 +18,15 @@ from tokenizers import Tokenizer
 
 from cloud_verifier.local import local_verifier
 from edge_client import api
-from edge_client.api.requests import _IGNORED, _UNSUPPORTED
+from edge_client.api.backend import Backend, open_backend
+from edge_client.api.pool import Prompt
+from edge_client.api.requests import _IGNORED, _UNSUPPORTED, Wish
 from edge_client.api.server import ServeConfig, serving
+from edge_client.api.writer import Cost, Ending, write
 from edge_client.connection import Verifier
 from edge_client.options import Options
 from shared.faults import SpecwireError
+from shared.messages import SamplingParams
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -677,6 +682,32 @@ class TestCancellation:
             await chat(client, temperature=0, stop=[full[5:7]])
             # The first session stays for a next turn, the stopped one does not.
             assert await num_sessions(verifier, at_most=1) <= 1
+
+    @ONE_OR_MANY
+    async def test_what_a_stop_string_leaves_in_flight_was_sent_for_nothing(
+        self, verifier: str, tiny_draft: Path, ahead: str
+    ) -> None:
+        """To the byte: Open, the blocks that were judged and the wasted ones are all that goes up."""
+        sampling = SamplingParams(logit_bias={int(token): bias for token, bias in ASCII.items()})
+        wish = Wish(MODEL, sampling, 40, (), None, 1, False, False, False)
+
+        async def answer(backend: Backend, *stop: str) -> tuple[str, int, Cost]:
+            text, judged = "", 0
+            async for event in write(backend, Prompt(tuple(range(40, 60))), replace(wish, stop=stop), 0):
+                if isinstance(event, Ending):
+                    return text, event.cost.up_bytes - judged, event.cost
+                text += event.text
+                judged += event.round.up_bytes if event.round is not None else 0
+            raise RuntimeError("the answer had no end")
+
+        async with open_backend(options(verifier, tiny_draft, ahead=ahead)) as backend:
+            full, rest, cost = await answer(backend)
+            open_bytes = rest - cost.wasted_up_bytes
+            for start in range(3, 15, 2):
+                text, rest, cost = await answer(backend, full[start : start + 2])
+                assert full.startswith(text)
+                assert len(text) < len(full)
+                assert rest == open_bytes + cost.wasted_up_bytes
 
     @ONE_OR_MANY
     async def test_a_turn_after_a_stop_string_sends_everything_anew(

@@ -257,6 +257,31 @@ async def test_stopping_an_answer_frees_the_verifier_and_leaves_the_conversation
         await _until_idle(verifier)
 
 
+@pytest.mark.parametrize("plan", [Plan(4), Plan(2, 3), Plan(1, 8)])
+async def test_what_was_in_flight_when_an_answer_is_stopped_was_sent_for_nothing(
+    target_model, draft_model, plan
+):
+    """To the byte: Open, the blocks that were judged and the wasted ones are all that goes up."""
+    stopped_in_flight = 0
+    async with serving(target_model) as address:
+        async with conversing(address, draft_model) as talk:
+            emissions, result = await collect(talk, max_new_tokens=40)
+            open_bytes = result.up_bytes - sum(emission.round.up_bytes for emission in emissions)
+        for num_rounds in range(1, 7):
+            async with conversing(address, draft_model) as talk:
+                events = talk.answer(
+                    PROMPT, sampling=GREEDY, max_new_tokens=40, controller=FixedController(plan)
+                )
+                judged = sum([(await anext(events)).round.up_bytes for _ in range(num_rounds)])
+                traffic, stopped = talk.traffic, talk._session.num_unanswered
+                stale = traffic.num_stale_blocks
+                await events.aclose()
+                assert traffic.up_bytes == open_bytes + judged + traffic.wasted_up_bytes
+                assert traffic.num_stale_blocks == stale + stopped
+                stopped_in_flight += stopped
+    assert (stopped_in_flight > 0) is (plan.ahead > 0)
+
+
 async def _until_idle(verifier: Verifier) -> None:
     for _ in range(400):
         if (await verifier.describe()).load.num_sessions == 0:
