@@ -480,7 +480,7 @@ class RemoteSession:
             self._rest_of_generate(first, (), opened.finish_reason)
 
     async def _write_all(self) -> None:
-        for pending in self._pending:
+        for pending in list(self._pending):  # `send` may add one meanwhile, and then writes it itself
             if not pending.written:
                 await self._write(pending)
 

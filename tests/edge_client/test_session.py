@@ -39,6 +39,7 @@ class Script:
     def __init__(self, *messages: object, write_s: float = 0.0) -> None:
         self.messages = deque(messages)
         self.write_s = write_s
+        self.has_steps = asyncio.Event()
         self.told: list[object] = []
         self.closed = False
 
@@ -46,6 +47,8 @@ class Script:
         if self.closed:
             raise LOST
         self.told.append(message)
+        if not isinstance(message, Open):
+            self.has_steps.set()
         if self.write_s:
             await asyncio.sleep(self.write_s)
         return 10
@@ -383,3 +386,16 @@ async def test_other_faults_end_the_session():
     await session.send(block(3, 7))
     with pytest.raises(SpecwireError, match="NaN"):
         await session.receive()
+
+
+async def test_a_block_that_is_drafted_while_a_lost_stream_is_mended_follows_those_before_it():
+    first = Script(opened(), LOST)
+    second = Script(opened(step=1), Verdict(1, 0, 1, (), 4), Verdict(2, 0, 1, (9,), 6), write_s=0.02)
+    session = await session_on(Verifier(first, second))
+    await session.send(block(3, 7, more=True))
+    receiving = asyncio.create_task(session.receive())
+    await second.has_steps.wait()
+    await session.send(block(4, 8))
+    replies = [await receiving, await session.receive()]
+    assert [reply.tokens for reply in replies] == [(7,), (8, 9)]
+    assert second.steps() == [("DraftBlock", 1, 0), ("DraftBlock", 2, 0)]
