@@ -200,6 +200,7 @@ class Conversation:
                     FaultKind.UNAVAILABLE, "No verifier has been reached yet.", "Try again later."
                 )
             session, before = await self._begin(self._description, tokens, sampling, max_new_tokens)
+            tally.emulation = self._description.emulation
             loop = _Loop(session, self._drafter, self._worker, controller, self._description, limit, tally)
             try:
                 async for emission in loop.rounds():

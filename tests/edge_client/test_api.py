@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import edge_support
 import httpx
 import openai
 import pytest
@@ -17,6 +18,8 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
 from cloud_verifier.local import local_verifier
+from cloud_verifier.passes import StepEmulation
+from cloud_verifier.target_model import TargetModel
 from edge_client import api
 from edge_client.api.backend import Backend, open_backend
 from edge_client.api.pool import Prompt
@@ -139,6 +142,19 @@ class TestAnswers:
         assert 0 < report["accepted"] <= report["drafted"]
         assert report["acceptance"] == pytest.approx(report["accepted"] / report["drafted"], abs=1e-4)
         assert report["up_bytes"] > 0 < report["down_bytes"]
+
+    async def test_specwire_says_whose_times_they_are(
+        self, client: AsyncOpenAI, target_model: TargetModel, tiny_draft: Path
+    ) -> None:
+        assert "emulation" not in (await chat(client, max_tokens=3)).model_extra["specwire"]
+        emulated = StepEmulation(2.0, 0.1, "Big")
+        async with (
+            edge_support.serving(target_model, emulation=emulated) as address,
+            endpoint(address, tiny_draft) as url,
+            connected(url) as other,
+        ):
+            report = (await chat(other, max_tokens=3)).model_extra["specwire"]
+        assert report["emulation"] == "Big: 2 ms a pass and 0.1 ms a token"
 
     async def test_trace_names_every_token(self, client: AsyncOpenAI, tiny_draft: Path) -> None:
         stream = await chat(client, stream=True, temperature=1, extra_body={"specwire": {"trace": True}})

@@ -29,7 +29,9 @@ from typer.testing import CliRunner
 from verifier_process import VerifierProcess
 
 from cloud_verifier.auth import Authenticator, hash_token
+from cloud_verifier.passes import StepEmulation
 from cloud_verifier.server import ServerConfig, running_server
+from cloud_verifier.target_model import TargetModel
 from edge_client.chat import Chat
 from edge_client.cli import EDGE_ONLY, INTERRUPTED, TRY_LATER, WRONG, app, guarded
 from edge_client.options import Options
@@ -93,6 +95,25 @@ def test_stats_go_to_standard_error(options):
     result = RUNNER.invoke(app, ["run", "hello", "--max-tokens", "9", "--k", "4", "--stats", *options])
     assert "accepted" in result.stderr
     assert "accepted" not in result.stdout
+
+
+async def run_on_emulation(
+    target_model: TargetModel, draft: Path, home: Path, emulation: StepEmulation, *asked: str
+) -> subprocess.CompletedProcess[str]:
+    config = ServerConfig(listen="127.0.0.1:0", drain_timeout_s=0.2, emulation=emulation)
+    async with running_server(target_model, config) as port:
+        where = ["--verifier", f"127.0.0.1:{port}", "--insecure", "--draft", str(draft)]
+        done = await command("run", "hello", *where, *asked, XDG_CONFIG_HOME=str(home))
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+async def test_stats_say_whose_times_they_are(target_model, tiny_draft, tmp_path):
+    emulation = StepEmulation(2.0, 0.1, "[big] model")
+    done = await run_on_emulation(
+        target_model, tiny_draft, tmp_path, emulation, "--max-tokens", "5", "--stats"
+    )
+    assert "[big] model: 2 ms a pass and 0.1 ms a token" in " ".join(done.stderr.split())
 
 
 def test_chat_keeps_the_conversation_and_obeys_commands(options):

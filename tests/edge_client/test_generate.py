@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from edge_support import CLOUD, GREEDY, PROMPT, collect, conversing, serving
 
+from cloud_verifier.passes import StepEmulation
 from cloud_verifier.registry import EngineLimits
 from edge_client.connection import Verifier
 from edge_client.controller import FixedController, Plan
@@ -138,6 +139,38 @@ async def test_plans_that_change_at_any_moment_change_no_text(
             _, result = await collect(talk, sampling=sampling, max_new_tokens=80, controller=Capricious(seed))
             assert result.tokens == alone.tokens
             assert {Origin.ACCEPTED, Origin.CLOUD} <= {o for o, n in result.counts.by_origin.items() if n}
+
+
+class Alternating:
+    """A block that says that another one follows; when it is judged, the verifier writes a token instead."""
+
+    def __init__(self) -> None:
+        self._drafts = True
+
+    def plan(self) -> Plan:
+        drafts, self._drafts = self._drafts, False
+        return Plan(1, 1) if drafts else Plan(cloud_tokens=1)
+
+    def observe(self, done: Round) -> None:
+        self._drafts = not done.num_drafted
+
+    def explain(self) -> str:
+        return "by turns"
+
+
+async def test_emulated_time_passes_only_where_something_is_computed(target_model, draft_model):
+    emulation = StepEmulation(base_ms=40.0, per_token_ms=0.0)
+    async with (
+        serving(target_model, emulation=emulation) as address,
+        conversing(address, draft_model) as talk,
+    ):
+        emissions, _ = await collect(talk, max_new_tokens=24, controller=Alternating())
+    rounds = [emission.round for emission in emissions]
+    # Behind a block that was kept, the verifier still has the row that its next token is drawn from.
+    has_row = [False, *(done.more and done.num_accepted == done.num_drafted for done in rounds)]
+    assert {False, True} == set(has_row)
+    for known, done in zip(has_row, rounds, strict=False):
+        assert (done.timing.forward_us < 40_000) is known
 
 
 @pytest.mark.parametrize("plan", [Plan(1), Plan(4), Plan(2, 3), Plan(6, 1), CLOUD])
