@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import pty
+import re
 import signal
 import socketserver
 import ssl
@@ -238,6 +239,26 @@ def test_colours_are_shown_where_they_are_asked_for(options, monkeypatch):
     for origin, code in COLOURS.items():
         assert f"\x1b[{code}m{origin.label}" in shown.stderr
     assert "\x1b" not in RUNNER.invoke(app, asked).stdout
+
+
+async def test_explain_says_after_every_round_what_was_measured_and_chosen(
+    target_model, tiny_draft, tmp_path
+):
+    slow = StepEmulation(40.0, 0.0)  # or the verifier might as well write alone
+    asked = ["--max-tokens", "40", "--k", "auto", "--json", "--explain"]
+    done = await run_on_emulation(target_model, tiny_draft, tmp_path, slow, *asked)
+    told = json.loads(done.stdout)
+    number, share = r"[\d.]+", r"[01]\.\d\d"
+    line = re.compile(
+        rf"draft {number} ms a token, round trip {number} ms and {number} ms a token, queue {number} ms, "
+        rf"pass {number} ms, kept by position( {share})* -> (K=\d+, \d+ ahead|the cloud writes alone), "
+        rf"(blocks of one packet|bytes .*) \({number} tokens/s expected, {number} cloud alone\)"
+    )
+    lines = done.stderr.splitlines()
+    assert [text for text in lines if not line.fullmatch(text)] == []
+    # The verifier's own tokens come one in a message.
+    assert len(lines) == told["num_rounds"] + told["tokens_by_origin"]["cloud"]
+    assert told["num_rounds"] > 1
 
 
 def test_edge_only_is_said_in_the_exit_code_the_json_and_one_line(options):
