@@ -149,7 +149,7 @@ class PassRunner:
         ]
         started = self._clock()
         rows = self._model.forward(segments) if segments else None
-        if self._emulation is not None:
+        if segments and self._emulation is not None:
             num_tokens = sum(work.num_fed for work, _ in ready)
             time.sleep(max(0.0, self._emulation.seconds(num_tokens) - (self._clock() - started)))
         judging = self._clock()

@@ -200,6 +200,7 @@ class Conversation:
                     FaultKind.UNAVAILABLE, "No verifier has been reached yet.", "Try again later."
                 )
             session, before = await self._begin(self._description, tokens, sampling, max_new_tokens)
+            tally.emulation = self._description.emulation
             loop = _Loop(session, self._drafter, self._worker, controller, self._description, limit, tally)
             try:
                 async for emission in loop.rounds():
@@ -281,7 +282,7 @@ class _Loop:
         self._in_flight: deque[Block | None] = deque()  # None: the verifier writes
         self._block_bytes: deque[int] = deque()
         self._generation = session.generation
-        self._promised = False  # the last block said that another one follows
+        self._promised = False  # the last request was a block that said that another one follows
         self._stop = threading.Event()
         self._drafting: Future[Block | None] | None = None
         self._receiving: asyncio.Task[Reply] | None = None
@@ -317,6 +318,7 @@ class _Loop:
         room, remaining = self._drafter.room(), self._limit - len(self._drafter.sequence)
         if (plan.cloud_tokens or not room) and self._allows_generate and not self._in_flight:
             num_tokens = min(plan.cloud_tokens or remaining, remaining)
+            self._promised = False  # whatever the plan becomes: nobody knows what a block would follow
             await self._send(Generate(0, 0, len(self._drafter.sequence), num_tokens), None)
             return
         if room:
@@ -413,13 +415,14 @@ class _Loop:
         return Emission(reply.tokens, origins, done_round, answer.logprobs, losses)
 
     async def stop(self) -> None:
-        """Leaves no task and no thread at work on this answer."""
+        """Leaves no task and no thread at work on this answer; what was not judged yet was sent in vain."""
         self._stop.set()
         if self._receiving is not None:
             self._receiving.cancel()
             await asyncio.wait([self._receiving])
         if self._drafting is not None and not self._drafting.done():
             await asyncio.wait([asyncio.wrap_future(self._drafting)])
+        self._session.give_up_pending()
 
 
 def _origins(num_drafted: int, num_accepted: int, num_beyond: int) -> tuple[Origin, ...]:

@@ -145,7 +145,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An answer that has ended. Bytes are those of messages with gRPC's and HTTP/2's framing."""
+    """An answer that has ended. Bytes are those of messages with gRPC's and HTTP/2's framing; `emulation` is
+    the bigger model whose times these are, where the verifier waits as one would."""
 
     tokens: tuple[int, ...]
     finish_reason: FinishReason
@@ -159,6 +160,7 @@ class Result:
     num_stale_blocks: int
     num_reconnects: int
     losses: frozenset[Loss]
+    emulation: str = ""
 
     @property
     def lossy(self) -> bool:
@@ -184,7 +186,8 @@ class Result:
 
 @dataclass(slots=True)
 class Tally:
-    """An answer as it grows. `started` is by `time.perf_counter`; `traffic` is set by who had a session."""
+    """An answer as it grows. `started` is by `time.perf_counter`; `traffic` and `emulation` are set by who
+    had a session."""
 
     started: float
     tokens: list[int] = field(default_factory=list)
@@ -194,6 +197,7 @@ class Tally:
     first_token_s: float = 0.0
     losses: set[Loss] = field(default_factory=set)
     traffic: Traffic = field(default_factory=Traffic)
+    emulation: str = ""
 
     def add(self, emission: Emission) -> None:
         self.counts.add(emission)
@@ -218,4 +222,5 @@ class Tally:
             num_stale_blocks=self.traffic.num_stale_blocks,
             num_reconnects=self.traffic.num_reconnects,
             losses=frozenset(self.losses),
+            emulation=self.emulation,
         )

@@ -72,7 +72,7 @@ class Traffic:
 
     up_bytes: int = 0
     down_bytes: int = 0
-    wasted_up_bytes: int = 0  # blocks that were stale before they were judged
+    wasted_up_bytes: int = 0  # blocks that were stale, or their answer stopped, before they were judged
     num_stale_blocks: int = 0
     num_reconnects: int = 0
 
@@ -83,13 +83,15 @@ class Traffic:
 
 @dataclass(slots=True)
 class _Pending:
-    """A request without an answer. `num_received`: tokens that a Generate has already given."""
+    """A request without an answer. `num_received`: tokens that a Generate has already given; `wasted`: a
+    block whose verdict can no longer count."""
 
     request: Request
     sent_at: float = 0.0
     num_bytes: int = 0
     num_received: int = 0
     written: bool = False
+    wasted: bool = False
 
 
 class RemoteSession:
@@ -205,6 +207,8 @@ class RemoteSession:
             pending.written = False
             return  # whoever receives finds out, and sends it again
         self.traffic.up_bytes += pending.num_bytes
+        if pending.wasted:
+            self.traffic.wasted_up_bytes += pending.num_bytes
 
     async def _read(self) -> tuple[ServerMessage, int]:
         if self._stream is None:
@@ -261,7 +265,7 @@ class RemoteSession:
         self.finish_reason = answer.finish_reason
         if answer.epoch > self._epoch or answer.finish_reason is not FinishReason.NONE:
             self._epoch = answer.epoch
-            self._give_up_pending()
+            self.give_up_pending()
         return Reply(request, answer, tokens, time.perf_counter() - pending.sent_at, num_bytes)
 
     def _new_tokens(self, request: Request, answer: Verdict | Tokens) -> tuple[int, ...]:
@@ -283,11 +287,14 @@ class RemoteSession:
             sampling=append.sampling or self._request.sampling,
         )
 
-    def _give_up_pending(self) -> None:
-        """Blocks of an epoch that has ended; the verifier drops them too, and its replies are ignored."""
+    def give_up_pending(self) -> None:
+        """What an epoch that has ended, or an answer that is stopped, leaves behind; the verifier drops it
+        too, and its replies are ignored."""
         for pending in self._pending:
-            self.traffic.wasted_up_bytes += pending.num_bytes
-            self.traffic.num_stale_blocks += 1
+            if isinstance(pending.request, DraftBlock):
+                self.traffic.wasted_up_bytes += pending.num_bytes
+                self.traffic.num_stale_blocks += 1
+                pending.wasted = True
             self.num_given_up += pending.written
         self._pending.clear()
         self.generation += 1
@@ -473,7 +480,7 @@ class RemoteSession:
             self._rest_of_generate(first, (), opened.finish_reason)
 
     async def _write_all(self) -> None:
-        for pending in self._pending:
+        for pending in list(self._pending):  # `send` may add one meanwhile, and then writes it itself
             if not pending.written:
                 await self._write(pending)
 

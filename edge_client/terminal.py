@@ -71,7 +71,7 @@ class Terminal:
     ) -> tuple[str, Result]:
         """Shows an answer as it comes; returns its text and what it cost."""
         stream = TextStream(client.tokenizer)
-        self.shown, origin = "", Origin.ACCEPTED
+        self.shown, origin, warned = "", Origin.ACCEPTED, False
         result: Result | None = None
         try:
             async with contextlib.aclosing(events):
@@ -79,6 +79,9 @@ class Terminal:
                     if isinstance(event, Result):
                         result = event
                         continue
+                    if Loss.PROMPT in event.losses and not warned:
+                        self.notice(f"This answer is not exact: {LOSS_TEXTS[Loss.PROMPT]}.")
+                        warned = True
                     for token, origin in zip(event.tokens, event.origins, strict=True):
                         self._show(stream.push([token]), origin)
                     if explain is not None:
@@ -119,7 +122,7 @@ class Terminal:
         """The figures of one answer, as a small table."""
         table = Table(box=None, show_header=False, pad_edge=False)
         for name, value in summary_lines(result):
-            table.add_row(Text(name, style="dim"), value)
+            table.add_row(Text(name, style="dim"), Text(value))
         self.err.print(table)
 
 
@@ -145,6 +148,8 @@ def summary_lines(result: Result) -> list[tuple[str, str]]:
                 + (f", {result.wasted_up_bytes} of them for nothing" if result.wasted_up_bytes else ""),
             ),
         ]
+    if result.emulation:
+        lines.append(("emulated", f"the verifier waits as a bigger model would: {result.emulation}"))
     total = max(result.total_s, 1e-9)
     parts = ((name, getattr(share, name) / total) for name in share.__dataclass_fields__)
     lines.append(("time", ", ".join(f"{name} {part:.0%}" for name, part in parts if part >= 0.005)))

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from edge_client.api.backend import Backend
+from edge_client.api.costs import verifier_facts
 from edge_client.api.errors import ApiError, from_fault
 from edge_client.api.http import ClientGoneError, EventStream, error_response, json_body, while_connected
 from edge_client.api.merge import merge
@@ -180,9 +181,7 @@ class _Endpoint:
             self._check_length(prompt)
         repeated = [prompt for prompt in prompts for _ in range(wish.num_choices)]
         echoes = [self._echo(prompt) if wish.echo else "" for prompt in repeated]
-        choices = self._backend.choices
-        settled = choices.settings if choices is not None else None
-        facts = {"verification": settled.verification, "codec": settled.codec} if settled is not None else {}
+        facts = verifier_facts(self._backend.choices)
         reply = Reply(wish, self._names, wish.model, facts, echoes, chat=chat, with_tools=with_tools)
         writers = [
             write(self._backend, prompt, wish, index % wish.num_choices)

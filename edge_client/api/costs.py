@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from edge_client.api.backend import Choices
 from edge_client.api.writer import Cost, TokenInfo
 from edge_client.results import Loss, Origin
 
@@ -14,6 +15,7 @@ def specwire_report(costs: Sequence[Cost], facts: Mapping[str, Any]) -> dict[str
 
     Keys:
         verification, codec: the rule that judged, and how distributions travelled.
+        emulation: where the verifier waits as a bigger model would, the model whose times these are.
         lossy, lossy_because: whether anything was not exact, and why: "verification" when the rule does
             not keep the target's distribution, "edge_only" when the draft wrote some of it alone, "prompt"
             when so it did with what this answer follows. False means that the text is distributed as the
@@ -59,6 +61,15 @@ def specwire_report(costs: Sequence[Cost], facts: Mapping[str, Any]) -> dict[str
         "reconnects": sum(cost.num_reconnects for cost in costs),
         "seeds": [cost.seed for cost in costs],
     }
+
+
+def verifier_facts(choices: Choices | None) -> dict[str, Any]:
+    """What `specwire` says of the verifier; nothing where none was reached."""
+    if choices is None:
+        return {}
+    facts = {"verification": choices.settings.verification, "codec": choices.settings.codec}
+    emulation = choices.description.emulation
+    return facts | ({"emulation": emulation} if emulation else {})
 
 
 def lossy_report(losses: Collection[Loss]) -> dict[str, Any]:

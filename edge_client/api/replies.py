@@ -37,7 +37,7 @@ class Reply:
         chat: of /v1/chat/completions, else of /v1/completions.
         with_tools: look for tool calls in the text.
         echoes: what each choice's text begins with.
-        facts: what `specwire` says beyond the costs: verification, codec.
+        facts: what `specwire` says beyond the costs, of `verifier_facts`.
     """
 
     def __init__(

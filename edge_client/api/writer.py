@@ -186,11 +186,13 @@ class _TrafficMeter:
         self._conversation = context.conversation
         self._session = self._conversation.traffic
         self._before = replace(self._session) if self._session is not None else Traffic()
+        self._latest: Traffic | None = None
 
     def read(self, cost: Cost) -> None:
-        now = self._conversation.traffic
+        # A session that has ended still says what it took, down to what was in flight when it was stopped.
+        now = self._latest = self._conversation.traffic or self._latest
         if now is None:
-            return  # the session has ended; what was read last stands
+            return
         before = self._before if now is self._session else Traffic()
         cost.up_bytes = now.up_bytes - before.up_bytes
         cost.down_bytes = now.down_bytes - before.down_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,7 +87,8 @@ CLOUD = Plan(cloud_tokens=1 << 20)
 
 
 class Relay:
-    """A TCP connection that can be cut: at once, or after so many bytes in one direction."""
+    """A TCP connection that can be cut, at once or after so many bytes in one direction, and that can keep
+    back what comes down."""
 
     def __init__(self, target: str) -> None:
         self.address = ""
@@ -97,6 +98,10 @@ class Relay:
         self.down_bytes = 0
         self._target = target
         self._cut_after: int | None = None
+        self._is_enough: Callable[[bytes], bool] = lambda sent: True
+        self._sent = b""
+        self._enough = asyncio.Event()
+        self._enough.set()
         self._writers: set[asyncio.StreamWriter] = set()
 
     @contextlib.asynccontextmanager
@@ -118,6 +123,17 @@ class Relay:
     def cut_after(self, num_bytes: int) -> None:
         """Breaks everything once so many more bytes have passed, wherever in a message that is."""
         self._cut_after = num_bytes
+
+    def keep_back_until(self, is_enough: Callable[[bytes], bool]) -> None:
+        """Lets nothing more down until what goes up from now on is enough."""
+        self._is_enough, self._sent = is_enough, b""
+        self._enough.clear()
+
+    def _look_at(self, data: bytes) -> None:
+        if not self._enough.is_set():
+            self._sent += data
+            if self._is_enough(self._sent):
+                self._enough.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.refusing:
@@ -145,8 +161,10 @@ class Relay:
             while data := await reader.read(65536):
                 if up:
                     self.up_bytes += len(data)
+                    self._look_at(data)
                 else:
                     self.down_bytes += len(data)
+                    await self._enough.wait()
                 if self._cut_after is not None:
                     data, self._cut_after = data[: max(self._cut_after, 0)], self._cut_after - len(data)
                 writer.write(data)

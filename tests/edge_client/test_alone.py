@@ -68,10 +68,12 @@ def drafts_alone(
     return drafter.sequence[len(tokens) :]
 
 
-async def until_lost(conversation: Conversation, relay: Relay, after: int, **answer) -> Result:
+async def until_lost(
+    conversation: Conversation, relay: Relay, after: int, plan: Plan | None = None, **answer
+) -> Result:
     """An answer whose verifier goes for good after `after` emissions."""
     seen = 0
-    events = conversation.answer(PROMPT, controller=FixedController(Plan(k=3)), **answer)
+    events = conversation.answer(PROMPT, controller=FixedController(plan or Plan(k=3)), **answer)
     async for event in events:
         if isinstance(event, Result):
             return event
@@ -107,13 +109,14 @@ async def test_never_unasked(target_model, draft_model):
             await until_lost(conversation, relay, 2, sampling=GREEDY, max_new_tokens=60)
 
 
+@pytest.mark.parametrize("plan", [Plan(k=3), Plan(k=3, ahead=3), Plan(k=1, ahead=8)])
 @pytest.mark.parametrize("after", [1, 3])
-async def test_lost_in_the_middle_it_goes_on_from_what_is_committed(target_model, draft_model, after):
+async def test_lost_in_the_middle_it_goes_on_from_what_is_committed(target_model, draft_model, after, plan):
     notices: list[str] = []
     async with relayed(target_model, draft_model, notices=notices) as (conversation, relay):
         _, exact = await collect(conversation, max_new_tokens=60, plan=Plan(k=3))
         await conversation.reset()
-        result = await until_lost(conversation, relay, after, sampling=GREEDY, max_new_tokens=60)
+        result = await until_lost(conversation, relay, after, plan, sampling=GREEDY, max_new_tokens=60)
         assert conversation.committed == ()
         assert conversation.history == (*PROMPT, *result.tokens)
     num_alone = result.counts.by_origin[Origin.EDGE_ONLY]

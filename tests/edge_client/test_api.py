@@ -6,8 +6,10 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
+import edge_support
 import httpx
 import openai
 import pytest
@@ -16,12 +18,18 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
 from cloud_verifier.local import local_verifier
+from cloud_verifier.passes import StepEmulation
+from cloud_verifier.target_model import TargetModel
 from edge_client import api
-from edge_client.api.requests import _IGNORED, _UNSUPPORTED
+from edge_client.api.backend import Backend, open_backend
+from edge_client.api.pool import Prompt
+from edge_client.api.requests import _IGNORED, _UNSUPPORTED, Wish
 from edge_client.api.server import ServeConfig, serving
+from edge_client.api.writer import Cost, Ending, write
 from edge_client.connection import Verifier
 from edge_client.options import Options
 from shared.faults import SpecwireError
+from shared.messages import SamplingParams
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -53,14 +61,24 @@ def options(address: str, draft: Path, **changes: object) -> Options:
 
 
 @asynccontextmanager
-async def endpoint(address: str, draft: Path, **config: object) -> AsyncIterator[str]:
-    async with serving(options(address, draft), ServeConfig(port=0, model_alias=MODEL, **config)) as url:
+async def endpoint(address: str, draft: Path, *, ahead: str = "auto", **config: object) -> AsyncIterator[str]:
+    settings = options(address, draft, ahead=ahead)
+    async with serving(settings, ServeConfig(port=0, model_alias=MODEL, **config)) as url:
         yield url
 
 
+ONE_OR_MANY = pytest.mark.parametrize("ahead", ["0", "3"])
+"""Blocks that may be in flight beyond the first."""
+
+
 @pytest.fixture
-async def url(verifier: str, tiny_draft: Path) -> AsyncIterator[str]:
-    async with endpoint(verifier, tiny_draft) as url:
+def ahead() -> str:
+    return "auto"
+
+
+@pytest.fixture
+async def url(verifier: str, tiny_draft: Path, ahead: str) -> AsyncIterator[str]:
+    async with endpoint(verifier, tiny_draft, ahead=ahead) as url:
         yield url
 
 
@@ -124,6 +142,19 @@ class TestAnswers:
         assert 0 < report["accepted"] <= report["drafted"]
         assert report["acceptance"] == pytest.approx(report["accepted"] / report["drafted"], abs=1e-4)
         assert report["up_bytes"] > 0 < report["down_bytes"]
+
+    async def test_specwire_says_whose_times_they_are(
+        self, client: AsyncOpenAI, target_model: TargetModel, tiny_draft: Path
+    ) -> None:
+        assert "emulation" not in (await chat(client, max_tokens=3)).model_extra["specwire"]
+        emulated = StepEmulation(2.0, 0.1, "Big")
+        async with (
+            edge_support.serving(target_model, emulation=emulated) as address,
+            endpoint(address, tiny_draft) as url,
+            connected(url) as other,
+        ):
+            report = (await chat(other, max_tokens=3)).model_extra["specwire"]
+        assert report["emulation"] == "Big: 2 ms a pass and 0.1 ms a token"
 
     async def test_trace_names_every_token(self, client: AsyncOpenAI, tiny_draft: Path) -> None:
         stream = await chat(client, stream=True, temperature=1, extra_body={"specwire": {"trace": True}})
@@ -236,6 +267,7 @@ class TestSampling:
         assert narrow == greedy
 
 
+@ONE_OR_MANY
 class TestStop:
     @pytest.mark.parametrize("stream", [False, True])
     async def test_text_ids_logprobs_and_usage_end_together(
@@ -534,8 +566,8 @@ class TestEdgeOnly:
     """The owner allowed the draft to go on alone."""
 
     @asynccontextmanager
-    async def endpoint(self, address: str, draft: Path) -> AsyncIterator[AsyncOpenAI]:
-        settings = options(address, draft, edge_only_fallback=True, patience=0.3)
+    async def endpoint(self, address: str, draft: Path, ahead: str = "auto") -> AsyncIterator[AsyncOpenAI]:
+        settings = options(address, draft, ahead=ahead, edge_only_fallback=True, patience=0.3)
         async with (
             serving(settings, ServeConfig(port=0, model_alias=MODEL)) as url,
             connected(url) as client,
@@ -573,12 +605,13 @@ class TestEdgeOnly:
             many = await chat(client, n=2, temperature=1, max_tokens=9)
             assert many.usage.completion_tokens == 18
 
+    @ONE_OR_MANY
     async def test_lost_in_the_middle_the_stream_goes_on_and_says_where(
-        self, verifier: str, tiny_draft: Path
+        self, verifier: str, tiny_draft: Path, ahead: str
     ) -> None:
         async with (
             Relay(verifier).running() as relay,
-            self.endpoint(relay.address, tiny_draft) as client,
+            self.endpoint(relay.address, tiny_draft, ahead) as client,
         ):
             exact = await chat(client, temperature=0, max_tokens=100)
             assert exact.model_extra["specwire"]["lossy"] is False
@@ -625,10 +658,13 @@ class TestEdgeOnly:
 
 
 class TestCancellation:
+    @ONE_OR_MANY
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_both_sides_are_free_at_once(self, verifier: str, tiny_draft: Path, stream: bool) -> None:
+    async def test_both_sides_are_free_at_once(
+        self, verifier: str, tiny_draft: Path, stream: bool, ahead: str
+    ) -> None:
         """With one context, a second answer can only come once the first one has let go."""
-        async with endpoint(verifier, tiny_draft, contexts=1) as url, connected(url) as client:
+        async with endpoint(verifier, tiny_draft, contexts=1, ahead=ahead) as url, connected(url) as client:
             asked = chat(client, stream=stream, max_tokens=450, temperature=1, seed=3)
             if stream:
                 running = await asked
@@ -653,21 +689,51 @@ class TestCancellation:
             assert (await waiting[0]).usage.completion_tokens == 24
             assert (await waiting[2]).usage.completion_tokens == 24
 
-    async def test_a_stop_string_frees_the_verifier(self, verifier: str, tiny_draft: Path) -> None:
-        async with endpoint(verifier, tiny_draft) as url, connected(url) as client:
+    @ONE_OR_MANY
+    async def test_a_stop_string_frees_the_verifier(
+        self, verifier: str, tiny_draft: Path, ahead: str
+    ) -> None:
+        async with endpoint(verifier, tiny_draft, ahead=ahead) as url, connected(url) as client:
             full = (await chat(client, temperature=0)).choices[0].message.content
             await chat(client, temperature=0, stop=[full[5:7]])
             # The first session stays for a next turn, the stopped one does not.
             assert await num_sessions(verifier, at_most=1) <= 1
 
+    @ONE_OR_MANY
+    async def test_what_a_stop_string_leaves_in_flight_was_sent_for_nothing(
+        self, verifier: str, tiny_draft: Path, ahead: str
+    ) -> None:
+        """To the byte: Open, the blocks that were judged and the wasted ones are all that goes up."""
+        sampling = SamplingParams(logit_bias={int(token): bias for token, bias in ASCII.items()})
+        wish = Wish(MODEL, sampling, 40, (), None, 1, False, False, False)
+
+        async def answer(backend: Backend, *stop: str) -> tuple[str, int, Cost]:
+            text, judged = "", 0
+            async for event in write(backend, Prompt(tuple(range(40, 60))), replace(wish, stop=stop), 0):
+                if isinstance(event, Ending):
+                    return text, event.cost.up_bytes - judged, event.cost
+                text += event.text
+                judged += event.round.up_bytes if event.round is not None else 0
+            raise RuntimeError("the answer had no end")
+
+        async with open_backend(options(verifier, tiny_draft, ahead=ahead)) as backend:
+            full, rest, cost = await answer(backend)
+            open_bytes = rest - cost.wasted_up_bytes
+            for start in range(3, 15, 2):
+                text, rest, cost = await answer(backend, full[start : start + 2])
+                assert full.startswith(text)
+                assert len(text) < len(full)
+                assert rest == open_bytes + cost.wasted_up_bytes
+
+    @ONE_OR_MANY
     async def test_a_turn_after_a_stop_string_sends_everything_anew(
-        self, verifier: str, tiny_draft: Path
+        self, verifier: str, tiny_draft: Path, ahead: str
     ) -> None:
         """As the README says: the verifier has committed what comes after it."""
         wish = {"temperature": 0, "logit_bias": ASCII, "max_tokens": 20}
         messages = [{"role": "user", "content": "Hello " * 20}]
         sent = []
-        async with endpoint(verifier, tiny_draft) as url, connected(url) as client:
+        async with endpoint(verifier, tiny_draft, ahead=ahead) as url, connected(url) as client:
             full = (await chat(client, messages=messages, **wish)).choices[0].message.content
             for stop in ([], [full[5:7]]):
                 first = await chat(client, messages=messages, stop=stop, **wish)

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import pty
+import re
 import signal
 import socketserver
 import ssl
@@ -29,7 +30,9 @@ from typer.testing import CliRunner
 from verifier_process import VerifierProcess
 
 from cloud_verifier.auth import Authenticator, hash_token
+from cloud_verifier.passes import StepEmulation
 from cloud_verifier.server import ServerConfig, running_server
+from cloud_verifier.target_model import TargetModel
 from edge_client.chat import Chat
 from edge_client.cli import EDGE_ONLY, INTERRUPTED, TRY_LATER, WRONG, app, guarded
 from edge_client.options import Options
@@ -93,6 +96,25 @@ def test_stats_go_to_standard_error(options):
     result = RUNNER.invoke(app, ["run", "hello", "--max-tokens", "9", "--k", "4", "--stats", *options])
     assert "accepted" in result.stderr
     assert "accepted" not in result.stdout
+
+
+async def run_on_emulation(
+    target_model: TargetModel, draft: Path, home: Path, emulation: StepEmulation, *asked: str
+) -> subprocess.CompletedProcess[str]:
+    config = ServerConfig(listen="127.0.0.1:0", drain_timeout_s=0.2, emulation=emulation)
+    async with running_server(target_model, config) as port:
+        where = ["--verifier", f"127.0.0.1:{port}", "--insecure", "--draft", str(draft)]
+        done = await command("run", "hello", *where, *asked, XDG_CONFIG_HOME=str(home))
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+async def test_stats_say_whose_times_they_are(target_model, tiny_draft, tmp_path):
+    emulation = StepEmulation(2.0, 0.1, "[big] model")
+    done = await run_on_emulation(
+        target_model, tiny_draft, tmp_path, emulation, "--max-tokens", "5", "--stats"
+    )
+    assert "[big] model: 2 ms a pass and 0.1 ms a token" in " ".join(done.stderr.split())
 
 
 def test_chat_keeps_the_conversation_and_obeys_commands(options):
@@ -219,6 +241,26 @@ def test_colours_are_shown_where_they_are_asked_for(options, monkeypatch):
     assert "\x1b" not in RUNNER.invoke(app, asked).stdout
 
 
+async def test_explain_says_after_every_round_what_was_measured_and_chosen(
+    target_model, tiny_draft, tmp_path
+):
+    slow = StepEmulation(40.0, 0.0)  # or the verifier might as well write alone
+    asked = ["--max-tokens", "40", "--k", "auto", "--json", "--explain"]
+    done = await run_on_emulation(target_model, tiny_draft, tmp_path, slow, *asked)
+    told = json.loads(done.stdout)
+    number, share = r"[\d.]+", r"[01]\.\d\d"
+    line = re.compile(
+        rf"draft {number} ms a token, round trip {number} ms and {number} ms a token, queue {number} ms, "
+        rf"pass {number} ms, kept by position( {share})* -> (K=\d+, \d+ ahead|the cloud writes alone), "
+        rf"(blocks of one packet|bytes .*) \({number} tokens/s expected, {number} cloud alone\)"
+    )
+    lines = done.stderr.splitlines()
+    assert [text for text in lines if not line.fullmatch(text)] == []
+    # The verifier's own tokens come one in a message.
+    assert len(lines) == told["num_rounds"] + told["tokens_by_origin"]["cloud"]
+    assert told["num_rounds"] > 1
+
+
 def test_edge_only_is_said_in_the_exit_code_the_json_and_one_line(options):
     away = ["--verifier", "127.0.0.1:1", "--max-tokens", "12"]
     refused = RUNNER.invoke(app, ["run", "hello", "--json", *options, *away])
@@ -246,8 +288,10 @@ def test_edge_only_can_be_allowed_in_the_file_and_the_environment(options, monke
     assert RUNNER.invoke(app, away).exit_code == EDGE_ONLY
 
 
-def test_a_chat_goes_on_alone_and_finds_the_verifier_again(options, verifier_process, tiny_draft, capsys):
-    """The verifier is away for the first question; every later answer follows what was written alone."""
+@pytest.mark.parametrize("stats", [False, True])
+def test_a_chat_goes_on_alone_and_finds_the_verifier_again(verifier_process, tiny_draft, capsys, stats):
+    """The verifier is away for the first question; every later answer follows what was written alone, and
+    says so once, until /reset."""
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         relay = runner.run(stack.enter_async_context(Relay(verifier_process).running()))
@@ -265,24 +309,33 @@ def test_a_chat_goes_on_alone_and_finds_the_verifier_again(options, verifier_pro
         client = runner.run(stack.enter_async_context(open_client(settings, terminal.notice)))
         told: list[str] = []
 
+        def hear() -> None:
+            told.append(" ".join(capsys.readouterr().err.split()))
+
         def lines() -> Iterator[str]:
             yield "hello"
-            told.append(capsys.readouterr().err)
+            hear()
             relay.refusing = False
             for _ in range(20):
                 yield "more"
-                told.append(capsys.readouterr().err)
-                if "the draft wrote some of it alone" not in told[-1]:
-                    return
+                hear()
+                if "goes on alone" not in told[-1]:
+                    break
                 time.sleep(0.1)  # until the connection is tried again
+            yield "/reset"
+            yield "hello"
+            hear()
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("builtins.input", _reader(lines()))
-            Chat(client, terminal, runner.run, "", stats=True).loop()
+            Chat(client, terminal, runner.run, "", stats=stats).loop()
         runner.run(stack.aclose())
-    assert "edge only" in told[0]
-    assert "it follows what the draft wrote alone" in told[-1]
-    assert "edge only" not in told[-1]
+    first, *_, again, after = told
+    notice = "This answer is not exact: it follows what the draft wrote alone."
+    assert "edge only" in first
+    assert [text.count(notice) for text in told] == [0, *[1] * (len(told) - 2), 0]
+    assert again.count("it follows what the draft wrote alone") == 1 + stats
+    assert "edge only" not in again + after
 
 
 TERMINAL_CONSOLE = functools.partial(Console, force_terminal=True, color_system="standard")

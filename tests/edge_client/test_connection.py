@@ -23,6 +23,7 @@ from edge_client.controller import Plan
 from edge_client.session import DisconnectedError
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import Open, SamplingParams, TokenizerIdentity
+from shared.pb.specwire.v1 import verifier_pb2 as pb
 from shared.pb.specwire.v1 import verifier_pb2_grpc as pb_grpc
 from shared.transport import Tls
 
@@ -338,6 +339,34 @@ async def test_token_and_session_key_travel_as_metadata():
     await server.stop(None)
     assert [one["authorization"] for one in seen] == ["Bearer secret"] * 2
     assert len(str(seen[1]["x-session-id"])) == 16
+
+
+def messages_in(http2: bytes) -> list[str]:
+    """Kinds of the whole messages of one stream in what a client sent, from a frame's beginning on."""
+    grpc_bytes = b""
+    while len(http2) >= 9 and len(http2) >= 9 + (length := int.from_bytes(http2[:3])):
+        kind, payload, http2 = http2[3], http2[9 : 9 + length], http2[9 + length :]
+        grpc_bytes += payload if kind == 0 else b""  # DATA
+    kinds = []
+    while len(grpc_bytes) >= 5 and len(grpc_bytes) >= 5 + (length := int.from_bytes(grpc_bytes[1:5])):
+        message, grpc_bytes = grpc_bytes[5 : 5 + length], grpc_bytes[5 + length :]
+        kinds.append(pb.ClientMessage.FromString(message).WhichOneof("message") or "")
+    return kinds
+
+
+@pytest.mark.parametrize("plan", [Plan(3), Plan(2, 3)])
+async def test_the_first_block_waits_for_no_word_of_the_verifier(target_model, draft_model, plan):
+    """Nothing of the session comes down before a block has gone up: who waits for it waits for ever."""
+    async with (
+        serving(target_model) as address,
+        Relay(address).running() as relay,
+        conversing(relay.address, draft_model) as talk,
+        asyncio.timeout(20),
+    ):
+        relay.keep_back_until(lambda sent: messages_in(sent)[:2] == ["open", "draft_block"])
+        _, result = await collect(talk, plan=plan)
+        _, alone = await collect(talk, plan=CLOUD)
+    assert result.tokens == alone.tokens
 
 
 async def test_bytes_are_counted_as_they_are_on_the_connection(target_model, draft_model):

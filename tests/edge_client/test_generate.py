@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from edge_support import CLOUD, GREEDY, PROMPT, collect, conversing, serving
 
+from cloud_verifier.passes import StepEmulation
 from cloud_verifier.registry import EngineLimits
 from edge_client.connection import Verifier
 from edge_client.controller import FixedController, Plan
 from edge_client.draft_model import DraftModel
 from edge_client.generate import Conversation
-from edge_client.results import Emission, Origin
+from edge_client.results import Emission, Origin, Round
 from edge_client.settings import SessionSettings
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import FinishReason, SamplingParams
@@ -105,6 +106,71 @@ async def test_invariants_after_every_round(target_model, draft_model, seed):
         await stream.close(1.0)
     assert full
     assert rejected
+
+
+class Capricious:
+    """Another K, depth and author whenever it is asked, in the middle of what was asked before too."""
+
+    def __init__(self, seed: int) -> None:
+        self._draws = np.random.default_rng(seed)
+
+    def plan(self) -> Plan:
+        draws = self._draws
+        cloud_tokens = int(draws.integers(1, 9)) if draws.random() < 0.4 else 0
+        return Plan(int(draws.integers(1, 6)), int(draws.integers(0, 4)), cloud_tokens)
+
+    def observe(self, done: Round) -> None:
+        pass
+
+    def explain(self) -> str:
+        return "by chance"
+
+
+@pytest.mark.parametrize(("verification", "sampling"), [("greedy", GREEDY), ("coupled", SAMPLED)])
+async def test_plans_that_change_at_any_moment_change_no_text(
+    target_model, draft_model, verification, sampling
+):
+    async with (
+        serving(target_model) as address,
+        conversing(address, draft_model, verification=verification) as talk,
+    ):
+        _, alone = await collect(talk, sampling=sampling, max_new_tokens=80, plan=CLOUD)
+        for seed in range(8):
+            _, result = await collect(talk, sampling=sampling, max_new_tokens=80, controller=Capricious(seed))
+            assert result.tokens == alone.tokens
+            assert {Origin.ACCEPTED, Origin.CLOUD} <= {o for o, n in result.counts.by_origin.items() if n}
+
+
+class Alternating:
+    """A block that says that another one follows; when it is judged, the verifier writes a token instead."""
+
+    def __init__(self) -> None:
+        self._drafts = True
+
+    def plan(self) -> Plan:
+        drafts, self._drafts = self._drafts, False
+        return Plan(1, 1) if drafts else Plan(cloud_tokens=1)
+
+    def observe(self, done: Round) -> None:
+        self._drafts = not done.num_drafted
+
+    def explain(self) -> str:
+        return "by turns"
+
+
+async def test_emulated_time_passes_only_where_something_is_computed(target_model, draft_model):
+    emulation = StepEmulation(base_ms=40.0, per_token_ms=0.0)
+    async with (
+        serving(target_model, emulation=emulation) as address,
+        conversing(address, draft_model) as talk,
+    ):
+        emissions, _ = await collect(talk, max_new_tokens=24, controller=Alternating())
+    rounds = [emission.round for emission in emissions]
+    # Behind a block that was kept, the verifier still has the row that its next token is drawn from.
+    has_row = [False, *(done.more and done.num_accepted == done.num_drafted for done in rounds)]
+    assert {False, True} == set(has_row)
+    for known, done in zip(has_row, rounds, strict=False):
+        assert (done.timing.forward_us < 40_000) is known
 
 
 @pytest.mark.parametrize("plan", [Plan(1), Plan(4), Plan(2, 3), Plan(6, 1), CLOUD])
@@ -222,6 +288,31 @@ async def test_stopping_an_answer_frees_the_verifier_and_leaves_the_conversation
         with pytest.raises(asyncio.CancelledError):
             await task
         await _until_idle(verifier)
+
+
+@pytest.mark.parametrize("plan", [Plan(4), Plan(2, 3), Plan(1, 8)])
+async def test_what_was_in_flight_when_an_answer_is_stopped_was_sent_for_nothing(
+    target_model, draft_model, plan
+):
+    """To the byte: Open, the blocks that were judged and the wasted ones are all that goes up."""
+    stopped_in_flight = 0
+    async with serving(target_model) as address:
+        async with conversing(address, draft_model) as talk:
+            emissions, result = await collect(talk, max_new_tokens=40)
+            open_bytes = result.up_bytes - sum(emission.round.up_bytes for emission in emissions)
+        for num_rounds in range(1, 7):
+            async with conversing(address, draft_model) as talk:
+                events = talk.answer(
+                    PROMPT, sampling=GREEDY, max_new_tokens=40, controller=FixedController(plan)
+                )
+                judged = sum([(await anext(events)).round.up_bytes for _ in range(num_rounds)])
+                traffic, stopped = talk.traffic, talk._session.num_unanswered
+                stale = traffic.num_stale_blocks
+                await events.aclose()
+                assert traffic.up_bytes == open_bytes + judged + traffic.wasted_up_bytes
+                assert traffic.num_stale_blocks == stale + stopped
+                stopped_in_flight += stopped
+    assert (stopped_in_flight > 0) is (plan.ahead > 0)
 
 
 async def _until_idle(verifier: Verifier) -> None:

@@ -36,8 +36,10 @@ DRAINING = Notice(NoticeKind.DRAINING, "Shutting down.")
 class Script:
     """One stream: what it will say, in order, and what it was told."""
 
-    def __init__(self, *messages: object) -> None:
+    def __init__(self, *messages: object, write_s: float = 0.0) -> None:
         self.messages = deque(messages)
+        self.write_s = write_s
+        self.has_steps = asyncio.Event()
         self.told: list[object] = []
         self.closed = False
 
@@ -45,6 +47,10 @@ class Script:
         if self.closed:
             raise LOST
         self.told.append(message)
+        if not isinstance(message, Open):
+            self.has_steps.set()
+        if self.write_s:
+            await asyncio.sleep(self.write_s)
         return 10
 
     async def read(self) -> tuple[object, int]:
@@ -137,6 +143,31 @@ async def test_blocks_of_an_ended_epoch_are_counted_as_waste_and_their_answers_i
     assert (await session.receive()).tokens == (5, 6)
     assert session.num_given_up == 0
     assert script.steps()[-1] == ("DraftBlock", 4, 1)
+
+
+async def test_a_block_that_is_given_up_on_its_way_is_waste_too():
+    script = Script(opened(), Verdict(1, 1, 0, (9,), 4))
+    session = await session_on(Verifier(script))
+    await session.send(block(3, 7, more=True))
+    script.write_s = 0.02
+    sending = asyncio.create_task(session.send(block(4, 8)))
+    await asyncio.sleep(0.01)
+    await session.receive()
+    assert await sending == 10
+    assert session.num_given_up == 1
+    assert session.traffic.wasted_up_bytes == 10
+    assert session.traffic.num_stale_blocks == 1
+    assert session.traffic.up_bytes == 30
+
+
+async def test_only_blocks_are_waste_when_an_answer_is_stopped():
+    script = Script(opened(), Tokens(1, 0, (7,), 4, last=False))
+    session = await session_on(Verifier(script))
+    await session.send(Generate(0, 0, 3, 4))
+    await session.receive()
+    session.give_up_pending()
+    assert session.num_unanswered == 0
+    assert session.traffic.wasted_up_bytes == session.traffic.num_stale_blocks == 0
 
 
 async def test_a_finished_answer_gives_up_what_is_in_flight():
@@ -355,3 +386,16 @@ async def test_other_faults_end_the_session():
     await session.send(block(3, 7))
     with pytest.raises(SpecwireError, match="NaN"):
         await session.receive()
+
+
+async def test_a_block_that_is_drafted_while_a_lost_stream_is_mended_follows_those_before_it():
+    first = Script(opened(), LOST)
+    second = Script(opened(step=1), Verdict(1, 0, 1, (), 4), Verdict(2, 0, 1, (9,), 6), write_s=0.02)
+    session = await session_on(Verifier(first, second))
+    await session.send(block(3, 7, more=True))
+    receiving = asyncio.create_task(session.receive())
+    await second.has_steps.wait()
+    await session.send(block(4, 8))
+    replies = [await receiving, await session.receive()]
+    assert [reply.tokens for reply in replies] == [(7,), (8, 9)]
+    assert second.steps() == [("DraftBlock", 1, 0), ("DraftBlock", 2, 0)]
