@@ -13,6 +13,9 @@ tokens a block, a_i the chance that token i is kept when those before it were, a
   after which the pipeline starts anew: (A + 1 - P) tokens in (1 - P)(D + L) + P p, by renewal;
 - the verifier alone gives one token in queue + pass of 1 token.
 
+While one block at a time is sent, K is an average: a block goes on for as long as one more token is
+expected to bring more than it costs at that speed, which the draft's confidence tells.
+
 A byte of a distribution is worth sending as long as the rejections that it saves take longer than it does on
 the uplink: the price of bytes is the ratio of the two derivatives of that speed.
 
@@ -24,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from edge_client.confidence import Ending
 from edge_client.estimates import Estimates, Pace
 from edge_client.results import Round
 from shared.messages import Description
@@ -41,6 +45,7 @@ class Plan:
             short one brings its tokens, or its rejection, earlier.
         price: total variation that a byte of a distribution must save to be sent, if that is more than the
             codec asks; None where the uplink is not known, see `shared.codecs.Budget`.
+        ending: where a block ends before it has k tokens; None: nowhere.
     """
 
     k: int = 5
@@ -48,6 +53,7 @@ class Plan:
     cloud_tokens: int = 0
     first_k: int = 0
     price: float | None = 0.0
+    ending: Ending | None = None
 
 
 class Controller(Protocol):
@@ -83,6 +89,8 @@ _ADVANTAGE = 1.02  # a change must promise this much, so that noise does not mak
 _TRYING = 0.03  # share of its time that trying a draft which does not seem to pay may take
 _NEARLY = 0.25  # of what a trial costs may be missing after a stretch: asking for another costs more
 _TRIAL_K = 6
+_LONGER = 2  # times as long as K a block may become where the draft is sure
+_CALIBRATED = 60.0  # tokens after which confidence is believed
 _FIRST_PART = 3  # of a block, in the first; simulated links answer up to 2 % faster with it, and begin sooner
 _MIN_CLOUD_TOKENS = 32
 _MAX_STRETCH_S = 60.0  # of the verifier alone: for so long a better network may go unnoticed
@@ -120,6 +128,7 @@ class AutoController:
         self._known = Estimates() if estimates is None else estimates
         self._current = Plan(min(_FIRST_K, max_k), price=None)
         self._expected = 0.0
+        self._plan = self._with_ending(self._current)
         self._pace = Pace()
         self._cloud_left = 0  # messages of a cloud-only stretch still to come
         if self._known.enough:
@@ -140,7 +149,7 @@ class AutoController:
         )
 
     def plan(self) -> Plan:
-        return self._current
+        return self._plan
 
     def observe(self, done: Round) -> None:
         if done.num_drafted:
@@ -167,8 +176,8 @@ class AutoController:
         return (
             f"draft {mode.draft.value * 1e3:.1f} ms a token, round trip {known.network_s(0) * 1e3:.1f} ms "
             f"and {known.uplink_s * 1e3:.2f} ms a token, queue {known.queue.value * 1e3:.1f} ms, "
-            f"pass {mode.judge.at(now.k + 1) * 1e3:.1f} ms, kept by position {kept} -> {_in_words(now)}, "
-            f"{_price_in_words(now.price)} "
+            f"pass {mode.judge.at(now.k + 1) * 1e3:.1f} ms, kept by position {kept} "
+            f"-> {_in_words(self._plan)}, {_price_in_words(now.price)} "
             f"({self._expected:.1f} tokens/s expected, {self._cloud_speed():.1f} cloud alone)"
         )
 
@@ -244,6 +253,22 @@ class AutoController:
     def _choose(self) -> None:
         self._choose_blocks()
         self._current = replace(self._current, price=self._price())
+        self._plan = self._with_ending(self._current)
+
+    def _with_ending(self, plan: Plan) -> Plan:
+        """The plan with blocks that end early, or go on for longer, as their tokens' confidence says.
+
+        Blocks that others follow at once need not: nothing waits for their end.
+        """
+        known = self._known
+        overall = known.acceptance.overall
+        chances = known.calibration.chances(overall)
+        step_s = known.alone.draft.value
+        if plan.ahead or plan.cloud_tokens or not step_s or known.calibration.num_tokens < _CALIBRATED:
+            return replace(plan, ending=Ending(0.0, chances))
+        longer = min(_LONGER * plan.k, self._max_k)
+        token_s = step_s + known.alone.judge.slope + known.uplink_s
+        return replace(plan, k=longer, ending=Ending(self._expected * token_s / overall, chances))
 
     def _choose_blocks(self) -> None:
         best, plan = self._best()
@@ -280,4 +305,7 @@ def _price_in_words(price: float | None) -> str:
 
 
 def _in_words(plan: Plan) -> str:
-    return "the cloud writes alone" if plan.cloud_tokens else f"K={plan.k}, {plan.ahead} ahead"
+    if plan.cloud_tokens:
+        return "the cloud writes alone"
+    until = f" while {plan.ending.least:.2f} sure" if plan.ending is not None and plan.ending.least else ""
+    return f"K={plan.k}{until}, {plan.ahead} ahead"

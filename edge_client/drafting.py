@@ -13,12 +13,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.confidence import Ending, largest_probability
 from shared.codecs import Budget, Codec, Row
 from shared.faults import FaultKind, SpecwireError
 from shared.history import TokenHistory, needs_history
 from shared.messages import SamplingParams
 from shared.randomness import Purpose, random_words
-from shared.sampling import coupled_choice, probabilities
+from shared.sampling import coupled_choice, is_greedy, probabilities
 
 _CHUNK = 256
 """Prompt tokens that are read between two looks at whether to stop."""
@@ -53,7 +54,8 @@ class Block:
     """K drafted tokens that follow `base_len` others, and the bytes of their distributions.
 
     `prompt_s` is the part of `draft_s` in which the first token came after reading many; `num_before`
-    other blocks were in flight when this one was begun.
+    other blocks were in flight when this one was begun; `confidences` are the draft's probabilities of
+    its tokens, where somebody asked for them.
     """
 
     base_len: int
@@ -63,6 +65,7 @@ class Block:
     codec_s: float
     prompt_s: float = 0.0
     num_before: int = 0
+    confidences: tuple[float, ...] = ()
 
 
 class Drafter:
@@ -129,9 +132,16 @@ class Drafter:
         return max(0, min(self._limit - length, self._model.max_context - length + 1))
 
     def draft(
-        self, num_tokens: int, stop: Callable[[], bool] = lambda: False, *, price: float | None = 0.0
+        self,
+        num_tokens: int,
+        stop: Callable[[], bool] = lambda: False,
+        *,
+        price: float | None = 0.0,
+        ending: Ending | None = None,
     ) -> Block | None:
-        """Drafts up to `num_tokens` tokens; fewer where an EOS is drawn. `price` is that of a `Plan`.
+        """Drafts up to `num_tokens` tokens; fewer where an EOS is drawn or the block ends by `ending`.
+
+        `price` and `ending` are those of a `Plan`.
 
         Returns None, with nothing changed, when `stop` became true or the model cannot go on.
         """
@@ -140,6 +150,8 @@ class Drafter:
             self._sampling.seed, Purpose.DRAFT, np.arange(base_len, base_len + num_tokens), base_len
         )
         rows: list[Row] = []
+        confidences: list[float] = []
+        all_kept = 1.0
         budget = Budget.of_block(num_tokens, price)
         draft_s = codec_s = prompt_s = 0.0
         # Two are fed after a fully kept block: its last token and the bonus.
@@ -160,14 +172,27 @@ class Drafter:
                 token = row.sample(int(word))
             rows.append(row)
             self.extend((token,))
+            if ending is not None:
+                confidences.append(self._confidence(logits, probs, token))
+                all_kept *= ending.kept(confidences[-1])
             draft_s, codec_s = draft_s + fed - started, codec_s + time.perf_counter() - fed
             started = time.perf_counter()
             if token in self._eos_ids:
                 self._ended = True
                 break
+            if ending is not None and all_kept < ending.least:
+                break
         payload = self._codec.encode(rows, self._vocab_size)
         codec_s += time.perf_counter() - started
-        return Block(base_len, tuple(self.sequence[base_len:]), payload, draft_s, codec_s, prompt_s)
+        return Block(
+            base_len,
+            tuple(self.sequence[base_len:]),
+            payload,
+            draft_s,
+            codec_s,
+            prompt_s,
+            confidences=tuple(confidences),
+        )
 
     def guess(self) -> Block:
         """One token without asking the model, for when it cannot go on and the verifier may not write alone.
@@ -220,6 +245,9 @@ class Drafter:
             self._blind = True
             return None
         return logits if self._model.kv_len == len(self.sequence) else None
+
+    def _confidence(self, logits: NDArray[np.float32], probs: NDArray[np.float32], token: int) -> float:
+        return largest_probability(logits) if is_greedy(self._sampling) else float(probs[token])
 
     def _probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """[vocab_size], whatever the model's width: ids beyond the tokenizer never come out."""

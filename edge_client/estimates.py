@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from edge_client.confidence import Calibration
 from edge_client.results import Round
 
 _DECAY = 0.9  # weight of what was known of a duration, each round
@@ -171,7 +172,7 @@ class Estimates:
         self.queue, self.others = Average(), Average()
         self.cloud_step_s = 0.0  # from one token to the next while the verifier writes alone; 0: not seen
         self.saved_tokens = _CREDIT_TOKENS  # by drafting, against the verifier alone; below 0: lost
-        self.acceptance = Acceptance()
+        self.acceptance, self.calibration = Acceptance(), Calibration()
         if round_trip_s > 0:
             self.network.add(0, round_trip_s)
         if forward_s > 0:
@@ -203,6 +204,7 @@ class Estimates:
     def add(self, done: Round) -> None:
         """One block and its verdict."""
         self.acceptance.add(done.num_drafted, done.num_accepted)
+        self.calibration.add(done.confidences, done.num_accepted)
         self.token_bytes.add(done.up_bytes / done.num_drafted)
         mode = self.overlapped if done.more or done.num_before else self.alone
         if done.prompt_s:  # reading a prompt says nothing about the rounds to come

@@ -326,7 +326,7 @@ class _Loop:
             k = plan.k if self._in_flight or not plan.first_k else plan.first_k
             num_tokens = min(max(k, 1), self._session.max_block, room, max(remaining - 1, 1))
             started, num_before = time.perf_counter(), len(self._in_flight)
-            block = await self._draft(num_tokens, plan.price)
+            block = await self._draft(num_tokens, plan)
             if block is None or self._in_vain():
                 # A rejection has just come, or the draft cannot go on.
                 self._share.draft += time.perf_counter() - started
@@ -340,8 +340,10 @@ class _Loop:
         self._promised = plan.ahead > 0 and left > 1 and self._drafter.room() > 0
         await self._send(DraftBlock(0, 0, block.base_len, block.tokens, block.payload, self._promised), block)
 
-    async def _draft(self, num_tokens: int, price: float | None) -> Block | None:
-        self._drafting = self._worker.submit(self._drafter.draft, num_tokens, self._in_vain, price=price)
+    async def _draft(self, num_tokens: int, plan: Plan) -> Block | None:
+        self._drafting = self._worker.submit(
+            self._drafter.draft, num_tokens, self._in_vain, price=plan.price, ending=plan.ending
+        )
         return await asyncio.wrap_future(self._drafting)
 
     async def _send(self, request: DraftBlock | Generate, block: Block | None) -> None:
@@ -411,6 +413,7 @@ class _Loop:
             num_before=block.num_before if block else 0,
             more=isinstance(reply.request, DraftBlock) and reply.request.more,
             since_last_s=now - last if last else 0.0,
+            confidences=block.confidences if block else (),
         )
         return Emission(reply.tokens, origins, done_round, answer.logprobs, losses)
 

@@ -42,6 +42,7 @@ class Round:
     reading what came before; `wait_s` is how long nothing else was done while its verdict was awaited.
     `num_before` blocks were in flight when it was drafted; `more`: another was promised to follow.
     `since_last_s` is the time from the answer's previous round to this one, 0 for the first.
+    `confidences` are the draft's probabilities of its tokens, where they were asked for.
     """
 
     num_drafted: int
@@ -57,6 +58,7 @@ class Round:
     num_before: int = 0
     more: bool = False
     since_last_s: float = 0.0
+    confidences: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

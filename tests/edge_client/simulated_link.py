@@ -10,6 +10,8 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from edge_client.controller import Controller, Plan
 from edge_client.results import Round
@@ -20,7 +22,8 @@ from shared.messages import Timing
 class Link:
     """Seconds, except for `kept`: the chance that a drafted token is kept. `crowding` slows both sides while
     they work at the same time, as on shared cores; `spread` is how far a duration can be from its mean, as
-    a share of it; `up_rate` is in bytes a second."""
+    a share of it; `up_rate` is in bytes a second. In a share `unsure` of all tokens the draft has confidence
+    of 0.5, and they are kept with the chance `kept_unsure` only; in the others it has 0.98."""
 
     round_trip: float
     draft: float
@@ -32,6 +35,8 @@ class Link:
     up_rate: float = 1e9
     token_bytes: int = 60
     spread: float = 0.0
+    unsure: float = 0.0
+    kept_unsure: float = 0.0
 
     def judge(self, num_tokens: int) -> float:
         return self.base + self.per_token * num_tokens
@@ -50,6 +55,7 @@ class Flight:
     queue: float
     num_before: int
     num_bytes: int
+    confidences: tuple[float, ...]
 
 
 def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Random) -> float:
@@ -84,6 +90,11 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
         if window_open and not plan.cloud_tokens and (not flights or flights[0].arrival > now):
             slow = link.crowding if plan.ahead else 1.0
             k = plan.k if flights or not plan.first_k else plan.first_k
+            sure = [not link.unsure or draws.random() >= link.unsure for _ in range(k)]
+            confidences = [0.98 if is_sure else 0.5 for is_sure in sure]
+            if plan.ending is not None:
+                all_kept = list(accumulate(map(plan.ending.kept, confidences), mul))
+                k = next((i for i, chance in enumerate(all_kept, 1) if chance < plan.ending.least), k)
             took = varied(k * link.draft * slow)
             wrong = next((flight for flight in flights if flight.accepted < flight.k), None)
             if wrong is not None and wrong.arrival < now + took:
@@ -97,7 +108,8 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
                 free = wrong.freed
                 continue
             now += took
-            accepted = next((i for i in range(k) if draws.random() >= link.kept), k)
+            chances = [link.kept if is_sure else link.kept_unsure for is_sure in sure[:k]]
+            accepted = next((i for i, chance in enumerate(chances) if draws.random() >= chance), k)
             judged = varied(link.judge(k + 1) * slow)
             num_bytes = 60 + int(k * link.token_bytes * sizes.uniform(0.2, 1.8))
             uplink_free = max(uplink_free, now) + num_bytes / link.up_rate
@@ -108,7 +120,20 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
             more = plan.ahead > 0
             queue, before = start - reached, len(flights)
             flights.append(
-                Flight(arrival, judged, free, now, k, accepted, took, more, queue, before, num_bytes)
+                Flight(
+                    arrival,
+                    judged,
+                    free,
+                    now,
+                    k,
+                    accepted,
+                    took,
+                    more,
+                    queue,
+                    before,
+                    num_bytes,
+                    tuple(confidences[:k]),
+                )
             )
             continue
         flight = flights.popleft()
@@ -135,6 +160,7 @@ def _observe(controller: Controller, flight: Flight, last_round: float) -> int:
             num_before=flight.num_before,
             num_bytes=flight.num_bytes,
             more=flight.more,
+            confidences=flight.confidences,
             since_last=flight.arrival - last_round if last_round else 0.0,
         )
     )
@@ -154,6 +180,7 @@ def done(
     num_bytes: int = 0,
     more: bool = False,
     since_last: float = 0.0,
+    confidences: tuple[float, ...] = (),
 ) -> Round:
     timing = Timing(int(queue * 1e6), int(judged * 1e6), 0, 1, k + 1)
     return Round(
@@ -169,6 +196,7 @@ def done(
         num_before=num_before,
         more=more,
         since_last_s=since_last,
+        confidences=confidences,
     )
 
 

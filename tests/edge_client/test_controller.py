@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from simulated_link import FIXED, Link, done, mean_speed, speed
@@ -37,7 +38,7 @@ ANSWERS, TOKENS = 12, 128  # of one conversation
 CLOUD = Plan(cloud_tokens=1 << 20)
 
 
-def started(link: Link, **settings: bool) -> AutoController:
+def started(link: Link, **settings: Any) -> AutoController:
     """A controller that knows what a client knows from asking the verifier what it serves."""
     return AutoController(estimates=Estimates(link.round_trip, link.judge(4)), **settings)
 
@@ -50,6 +51,37 @@ def test_close_to_the_best_fixed_plan_and_never_below_the_verifier_alone(name):
     # The best of many noisy figures is itself a lucky one.
     assert auto >= 0.92 * max(speeds.values())
     assert auto >= 0.94 * speeds[CLOUD]
+
+
+class Blind:
+    """A controller that is never told how sure the draft was."""
+
+    def __init__(self, controller: AutoController) -> None:
+        self._controller = controller
+
+    def plan(self) -> Plan:
+        return self._controller.plan()
+
+    def observe(self, done: Round) -> None:
+        self._controller.observe(replace(done, confidences=()))
+
+    def explain(self) -> str:
+        return self._controller.explain()
+
+
+def test_ends_blocks_where_the_draft_is_not_sure_and_lets_others_go_on():
+    link = Link(0.0005, 0.012, **SMALL, kept=0.99, unsure=0.2, kept_unsure=0.6)
+
+    def waiting() -> AutoController:
+        return started(link, max_ahead=0)
+
+    sure = mean_speed(waiting, link, TOKENS, answers=ANSWERS)
+    blind = mean_speed(lambda: Blind(waiting()), link, TOKENS, answers=ANSWERS)
+    best = max(
+        mean_speed(lambda k=k: FixedController(Plan(k)), link, TOKENS, answers=ANSWERS) for k in range(2, 13)
+    )
+    assert sure >= 1.03 * blind
+    assert sure >= 1.03 * best
 
 
 def test_learns_in_the_end_where_trying_is_dear():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cloud_verifier.local import local_verifier
+from edge_client.confidence import Ending
 from edge_client.connection import Verifier
 from edge_client.controller import FixedController, Plan
 from edge_client.draft_model import DraftModel
@@ -57,6 +58,7 @@ async def _write(
     max_new_tokens: int = 32,
     k: int = 5,
     ahead: int = 0,
+    ending: Ending | None = None,
     codec: str = "lattice",
     verification: str = "token",
     eos_ids: tuple[int, ...] = (),
@@ -67,7 +69,7 @@ async def _write(
     settings = SessionSettings(
         model.manifest.tokenizer, eos_ids, codec=codec, verification=verification, client="test"
     )
-    plan = Plan(cloud_tokens=max_new_tokens) if cloud_only else Plan(k=k, ahead=ahead)
+    plan = Plan(cloud_tokens=max_new_tokens) if cloud_only else Plan(k=k, ahead=ahead, ending=ending)
     description = await verifier.describe()
     used = None if cloud_only else drafter() if drafter else model
     async with Conversation(verifier, description, used, settings) as conversation:

@@ -26,6 +26,7 @@ from bad_draft import BadDraft
 from numpy.typing import NDArray
 from scipy import stats
 
+from edge_client.confidence import NUM_GROUPS, Ending
 from edge_client.draft_model import DraftModel
 from edge_client.results import Origin, Result
 from shared.codecs import Row, get_codec
@@ -169,6 +170,32 @@ def test_so_it_is_with_other_codecs(
         verification="block",
     )
     assert p_value(uniforms(tiny_target, PROMPT, answers, sampling)) > P_VALUE
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_so_it_is_where_blocks_end_early(
+    write_many: WriteMany,
+    tiny_verifier: str,
+    tiny_models: list[DraftModel],
+    tiny_target: Path,
+    verification: str,
+) -> None:
+    unsure = Ending(0.5, tuple(np.linspace(0.0, 1.0, NUM_GROUPS)))
+    answers = sample(
+        write_many,
+        tiny_verifier,
+        tiny_models,
+        PLAIN,
+        NUM_ANSWERS,
+        max_new_tokens=NUM_TOKENS,
+        k=4,
+        ending=unsure,
+        verification=verification,
+    )
+    assert p_value(uniforms(tiny_target, PROMPT, answers, PLAIN)) > P_VALUE
+    counts = [result.counts for result in answers]
+    drafted = sum(count.num_drafted for count in counts) / sum(count.num_rounds for count in counts)
+    assert 1.0 < drafted < 2.5
 
 
 @dataclass(frozen=True)

@@ -97,19 +97,17 @@ def probability(tree, tokens, start=()):
     return float(np.prod([tree[start + tokens[:i]][t] for i, t in enumerate(tokens)]))
 
 
-def all_drafts(vocab_size, num_drafted, stop):
-    """Every block of `num_drafted` tokens, or shorter when it ends with the token `stop`."""
-    for drafted in itertools.product(range(vocab_size), repeat=num_drafted):
-        if stop not in drafted:
-            yield drafted
-        elif not any(drafted[drafted.index(stop) + 1 :]):
-            yield drafted[: drafted.index(stop) + 1]
+def all_drafts(vocab_size, num_drafted, ends):
+    """Every block of `num_drafted` tokens, or of fewer where it `ends`."""
+    whole = itertools.product(range(vocab_size), repeat=num_drafted)
+    lengths = range(1, num_drafted)
+    return {next((d[:i] for i in lengths if ends(d[:i])), d) for d in whole}
 
 
-def round_distribution(rule, p, q, num_drafted, *, more, stop=-1):
+def round_distribution(rule, p, q, num_drafted, *, more, ends=lambda drafted: False):
     """{emitted tokens: probability} of one round, over all drafts and all branches."""
     out = {}
-    for drafted in all_drafts(p.vocab_size, num_drafted, stop):
+    for drafted in all_drafts(p.vocab_size, num_drafted, ends):
         drawn = probability(q, drafted)
         if drawn == 0:
             continue
@@ -151,12 +149,19 @@ def test_the_enumerated_round_has_the_targets_distribution(name, vocab_size, num
             assert actual == pytest.approx(probability(p, sequence), abs=1e-12)
 
 
+@pytest.mark.parametrize("where", ["at a token", "where the draft is not sure"])
 @pytest.mark.parametrize("name", RULES)
-def test_a_block_that_ends_early_at_some_token_is_judged_as_exactly(name):
+def test_a_block_that_ends_early_is_judged_as_exactly(name, where):
     rng = np.random.default_rng(3)
     p = Tree(rng, 4)
     q = SometimesEqual(rng, p)
-    emitted = round_distribution(RULES[name], p, q, 3, more=False, stop=2)
+
+    def ends(drafted):
+        return drafted[-1] == 2 if where == "at a token" else probability(q, drafted) < 0.25
+
+    drafts = all_drafts(4, 3, ends)
+    assert {len(drafted) for drafted in drafts if probability(q, drafted) > 0} == {1, 2, 3}
+    emitted = round_distribution(RULES[name], p, q, 3, more=False, ends=ends)
     assert sum(emitted.values()) == pytest.approx(1.0, abs=1e-12)
     for sequence, actual in completed(emitted, p, 4).items():
         assert actual == pytest.approx(probability(p, sequence), abs=1e-12)
