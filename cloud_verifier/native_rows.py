@@ -39,13 +39,21 @@ class Blocks(NamedTuple):
         return len(self.first) - 1
 
 
+class Entries(NamedTuple):
+    """q of N drafted tokens: token i has the entries offsets[i] ... offsets[i + 1] - 1."""
+
+    offsets: Ints  # [N + 1]
+    ids: Ints  # [nnz], ascending in each
+    probs: Doubles  # [nnz]
+
+
 class RowKernel:
     """The compiled functions. `logits` are float32 [P, V] on the CPU, dense in their second dimension; `rows`
     int64 [R] says which of them are meant, and `rate` float32 [R] is log2(e) / temperature."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name in ("summary", "token", "draw", "coupled", "truncate", "uniforms"):
+        for name in ("summary", "token", "block", "draw", "coupled", "truncate", "uniforms"):
             getattr(library, f"specwire_{name}").restype = None
 
     def summary(self, logits: torch.Tensor, rows: Ints, rate: Floats) -> tuple[Floats, Ints, Doubles]:
@@ -81,6 +89,31 @@ class RowKernel:
         self._call("token", logits, rows, *arrays, num=blocks.num)
         return num_accepted
 
+    def block(
+        self,
+        logits: torch.Tensor,
+        rows: Ints,
+        blocks: Blocks,
+        drawn: Doubles,
+        q: Entries,
+        uniform: Doubles,
+        rate: Floats,
+        top: Floats,
+        mass: Doubles,
+    ) -> tuple[Ints, Doubles]:
+        """num_accepted of each block, jointly, and what p is multiplied by after that, as `draw` takes it.
+
+        Args:
+            drawn: [N], q of the drafted tokens themselves.
+            q: of the drafted tokens.
+            uniform: [R] draws in [0, 1).
+            top, mass: [R], as from `summary`.
+        """
+        num_accepted, scale = np.empty(blocks.num, np.int64), np.empty(blocks.num)
+        arrays = (*blocks, drawn, *q, uniform, rate, top, mass, num_accepted, scale)
+        self._call("block", logits, rows, *arrays, num=blocks.num)
+        return num_accepted, scale
+
     def draw(
         self,
         logits: torch.Tensor,
@@ -88,7 +121,7 @@ class RowKernel:
         first: Ints,
         num_accepted: Ints,
         scale: Doubles,
-        q: tuple[Ints, Ints, Doubles],
+        q: Entries,
         rate: Floats,
         top: Floats,
         mass: Doubles,
@@ -100,7 +133,7 @@ class RowKernel:
         Args:
             first: as in `Blocks`.
             scale: [B].
-            q: offsets [N + 1] of the drafted tokens, ids (ascending in each) and probabilities [nnz].
+            q: of the drafted tokens.
             rate, top, mass, uniform: [R].
         """
         out = np.empty(len(num_accepted), np.int64)

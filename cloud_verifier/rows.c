@@ -77,6 +77,11 @@ static float read_row(const float *x, size_t vocab, float rate, int64_t *place, 
     return top;
 }
 
+/* p of one id of a row. */
+static inline double share_of(const float *row, float top, float rate, double mass, int64_t id) {
+    return power((row[id] - top) * rate) / mass;
+}
+
 /* For each of n rows: its maximum, where that is, and its mass where `rate` is not 0. */
 void specwire_summary(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n,
                       const float *rate, float *top, int64_t *place, double *mass, int threads) {
@@ -102,9 +107,45 @@ void specwire_token(const float *x, size_t stride, size_t vocab, const int64_t *
             top[r] = read_row(row, vocab, rate[r], &place, mass + r);
             num_accepted[b] = (int64_t)i;
             if (i == num_drafted || !isfinite(top[r])) break;
-            const double p = power((row[drafted[token]] - top[r]) * rate[r]) / mass[r];
+            const double p = share_of(row, top[r], rate[r], mass[r], drafted[token]);
             /* u < p / q without the division: p = 0 is never accepted, not even at u = 0. */
             if (!(uniform[r] * drawn[token] < (1.0 - weight[b]) * p + weight[b] * drawn[token])) break;
+        }
+    }
+}
+
+/* Block verification of n blocks (as in `specwire_token`, with tops and masses known, and q as in `specwire_draw`):
+ * Sun et al. 2024, Algorithm 2. `joint` is the chance that a prefix is kept whole, the product of min(1, .) of p / q;
+ * a prefix that goes on is also given up for what the residual max(joint p - q, 0) after it is worth. The longest
+ * prefix that its own draw keeps is kept; `scale` is then its joint. */
+void specwire_block(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n, const int64_t *first,
+                    const int64_t *drafted, const double *drawn, const int64_t *offsets, const int64_t *ids,
+                    const double *q, const double *uniform, const float *rate, const float *top, const double *mass,
+                    int64_t *num_accepted, double *scale, int threads) {
+    (void)vocab, (void)threads;
+    for (size_t b = 0; b < n; b++) {
+        double joint = 1.0;
+        num_accepted[b] = 0;
+        scale[b] = 1.0;
+        for (size_t r = (size_t)first[b]; (int64_t)r + 1 < first[b + 1]; r++) {
+            const size_t token = r - b;
+            const float *row = x + (size_t)rows[r] * stride;
+            joint *= share_of(row, top[r], rate[r], mass[r], drafted[token]) / drawn[token];
+            if (joint > 1.0) joint = 1.0;
+            double kept = joint;
+            if ((int64_t)r + 2 < first[b + 1]) {
+                const float *next = x + (size_t)rows[r + 1] * stride;
+                double rest = joint;
+                for (int64_t i = offsets[token + 1]; i < offsets[token + 2]; i++) {
+                    const double p = joint * share_of(next, top[r + 1], rate[r + 1], mass[r + 1], ids[i]);
+                    rest -= p < q[i] ? p : q[i];
+                }
+                kept = rest > 0.0 ? rest / (rest + 1.0 - joint) : joint >= 1.0;
+            }
+            if (uniform[r] < kept) {
+                num_accepted[b] = (int64_t)r + 1 - first[b];
+                scale[b] = joint;
+            }
         }
     }
 }

@@ -8,6 +8,7 @@ vocabulary padded to 151,936 ids that never come out.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -290,10 +291,26 @@ def _one_codec(
     return {
         "bytes_mean": float(np.mean(sizes)),
         "bytes_p95": float(np.percentile(sizes, 95)),
+        **_bound(rows, vocab_size),
         **_packets(codec, rows, vocab_size),
         "overlap_lost": float(exact.mean() - np.mean(overlaps)),
         **{name: float(np.median(values)) for name, values in times.items()},
     }
+
+
+def _bound(rows: Sequence[Row | None], vocab_size: int) -> dict[str, float]:
+    """Of rows of integer weights: bytes that tell any n ids of V and any n weights with their sum apart."""
+
+    def bits(row: Row) -> float:
+        n = len(row.ids)
+        return _log2_choose(vocab_size, n) + _log2_choose(int(row.total) - 1, n - 1)
+
+    whole = [row for row in rows if row is not None and isinstance(row.total, int)]
+    return {"bound_bytes_mean": float(np.mean([bits(row) for row in whole])) / 8} if whole else {}
+
+
+def _log2_choose(n: int, k: int) -> float:
+    return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
 
 
 def _packets(codec: Codec, rows: Sequence[Row | None], vocab_size: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cloud_verifier.native_rows import Blocks, uniforms
+from cloud_verifier.native_rows import Blocks, Entries, uniforms
 from cloud_verifier.verification.transforms import RowParams
 from cloud_verifier.verification.types import BlockInput
 from shared.messages import SamplingParams
@@ -25,6 +25,11 @@ class DraftProbs:
     ids: NDArray[np.int64]  # [nnz]
     probs: NDArray[np.float64]  # [nnz]
     drawn: NDArray[np.float64]  # [N]: q of the drafted token itself
+
+    @property
+    def entries(self) -> Entries:
+        """For the compiled rules."""
+        return Entries(self.offsets, self.ids, self.probs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cloud_verifier.verification.batch import Batch
+from cloud_verifier.verification.batch import Batch, DraftProbs
 from cloud_verifier.verification.rows import Rows
 from cloud_verifier.verification.sampling import draw_decisive
 from cloud_verifier.verification.target_probs import TargetProbs
@@ -16,9 +16,23 @@ def judge_block(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
     (num_accepted [B], recovered or bonus token [B]); see `Rule`.
     """
-    device = rows.device
     draft = batch.need_draft()
     target = TargetProbs(rows)
+    if rows.kernel is not None and target.sparse is None:
+        found = (rows.params.rate(), rows.top.numpy(), rows.mass.numpy())
+        draws = batch.uniforms(Purpose.ACCEPT)
+        kept, scale = rows.kernel.block(
+            rows.logits, rows.index, batch.blocks, draft.drawn, draft.entries, draws, *found
+        )
+        num_accepted, scale_of_kept = torch.from_numpy(kept), torch.from_numpy(scale)
+    else:
+        num_accepted, scale_of_kept = _judge(target, batch, draft)
+    return num_accepted, draw_decisive(target, batch, num_accepted, scale=scale_of_kept)
+
+
+def _judge(target: TargetProbs, batch: Batch, draft: DraftProbs) -> tuple[torch.Tensor, torch.Tensor]:
+    """num_accepted [B], and the joint acceptance probability of what is kept, 1 for nothing [B]."""
+    device = target.rows.device
     token_rows = torch.from_numpy(batch.token_rows).to(device)
     drafted = torch.from_numpy(batch.tokens).to(device)
     drawn = torch.from_numpy(draft.drawn).to(device)
@@ -51,6 +65,5 @@ def judge_block(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     accepted = batch.padded((draws < acceptance).long(), 0)
     lengths = torch.arange(1, batch.max_drafted + 1, device=device)
     num_accepted = torch.cat([accepted.new_zeros(batch.num_blocks, 1), accepted * lengths], dim=1).amax(dim=1)
-    # [B]: joint acceptance probability of what is kept; 1 for the empty prefix
     kept = torch.cat([joint.new_ones(batch.num_blocks, 1), joint], dim=1).gather(1, num_accepted[:, None])
-    return num_accepted, draw_decisive(target, batch, num_accepted, scale=kept[:, 0])
+    return num_accepted, kept[:, 0]

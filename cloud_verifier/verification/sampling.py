@@ -134,7 +134,7 @@ def _draw_natively(
         batch.blocks.first,
         num_accepted.numpy(),
         np.ones(batch.num_blocks) if scale is None else scale.numpy(),
-        (draft.offsets, draft.ids, draft.probs),
+        draft.entries,
         rows.params.rate(),
         rows.top.numpy(),
         rows.mass.numpy(),
