@@ -97,6 +97,7 @@ _MAX_STRETCH_S = 60.0  # of the verifier alone: for so long a better network may
 _MAX_SAVED_TOKENS = 100.0  # what a draft that paid may save up for trying it when it no longer seems to
 _ALONE = 0.6  # as long as drafting and judging at the same time, until it was tried
 _GUESSED_DRAFT_S = 0.01  # a token, before one was drafted
+_NEAR = 0.97  # of the best speed: plans that differ by less are equal, for all that is known
 _SOME_BYTES, _SOME_OVERLAP = 10.0, 0.01  # small steps, to see what they change
 _NOTHING, _MAX_PRICE = 1e-6, 1e-3  # of a byte; coarser distributions are not worth it anywhere
 
@@ -239,16 +240,21 @@ class AutoController:
         return 2 * known.network_s(trial.k) + trial.k * step_s + judged
 
     def _best(self, optimism: float = 0.0, max_k: int = 1 << 20) -> tuple[float, Plan]:
-        best, plan = 0.0, self._current
+        """Of the plans that promise nearly the most, the one that keeps the verifier least busy."""
+        found: list[tuple[float, float, Plan]] = []
         whole, kept = 1.0, 0.0
         for k, chance in enumerate(self._known.acceptance.by_position(min(self._max_k, max_k)), 1):
             whole *= min(chance + optimism, 1.0)
             kept += whole
             for ahead in self._ahead:
                 speed = self._speed(k, ahead, whole, kept)
-                if speed > 1.001 * best:
-                    best, plan = speed, Plan(k, ahead, first_k=-(-k // _FIRST_PART) if ahead else 0)
-        return best, plan
+                plan = Plan(k, ahead, first_k=-(-k // _FIRST_PART) if ahead else 0)
+                found.append((speed, kept + (1 - whole if ahead else 1), plan))
+        most = max(speed for speed, _, _ in found)
+        near = [(num_tokens, plan, speed) for speed, num_tokens, plan in found if speed >= _NEAR * most]
+        longest = max(num_tokens for num_tokens, _, _ in near)
+        _, plan, speed = next(each for each in near if each[0] >= longest)
+        return speed, plan
 
     def _choose(self) -> None:
         self._choose_blocks()
