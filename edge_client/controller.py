@@ -24,6 +24,7 @@ All of it is measured while it runs (`edge_client.estimates`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -82,7 +83,6 @@ class FixedController:
         return _in_words(self.fixed)
 
 
-_AHEAD = (0, 1, 2, 3, 4, 6, 8, 12)
 _MAX_K = 16
 _FIRST_K = 4
 _ADVANTAGE = 1.02  # a change must promise this much, so that noise does not make it flap
@@ -97,7 +97,8 @@ _MAX_STRETCH_S = 60.0  # of the verifier alone: for so long a better network may
 _MAX_SAVED_TOKENS = 100.0  # what a draft that paid may save up for trying it when it no longer seems to
 _ALONE = 0.6  # as long as drafting and judging at the same time, until it was tried
 _GUESSED_DRAFT_S = 0.01  # a token, before one was drafted
-_NEAR = 0.97  # of the best speed: plans that differ by less are equal, for all that is known
+_SLACK = 1.5  # times as many blocks in flight as suffice where nothing varies: more than needed cost nothing
+_NEAR = 0.95  # of the best speed: plans that differ by less are equal, for all that is known
 _SOME_BYTES, _SOME_OVERLAP = 10.0, 0.01  # small steps, to see what they change
 _NOTHING, _MAX_PRICE = 1e-6, 1e-3  # of a byte; coarser distributions are not worth it anywhere
 
@@ -123,7 +124,7 @@ class AutoController:
         estimates: Estimates | None = None,
     ) -> None:
         self._max_k = max_k
-        self._ahead = [ahead for ahead in _AHEAD if ahead <= max_ahead]
+        self._max_ahead = max_ahead
         self._allows_cloud = allows_cloud
         self._prices_bytes = prices_bytes
         self._known = Estimates() if estimates is None else estimates
@@ -209,19 +210,33 @@ class AutoController:
         return min(byte / overlap, _MAX_PRICE) if overlap > 0 else 0.0
 
     def _speed(self, k: int, ahead: int, whole: float, kept: float, more_s: float = 0.0) -> float:
-        known = self._known
-        mode, other = (known.overlapped, known.alone) if ahead else (known.alone, known.overlapped)
-        # What was never tried is hoped to be as good as it can be: alone may be much faster on shared cores.
-        hope = 1.0 if ahead else _ALONE
-        step_s = mode.draft.value or hope * other.draft.value or _GUESSED_DRAFT_S
-        num_tokens = k + 1 + known.others.value
-        judged = mode.judge.at(num_tokens) or hope * other.judge.at(num_tokens)
-        judged += known.queue.value
-        draft, latency = k * step_s, known.network_s(k) + k * more_s + judged
+        draft, judged, uplink, latency = self._durations(k, ahead > 0, more_s)
         if not ahead:
             return (kept + 1) / (draft + latency)
-        period = max(draft, judged, k * (known.uplink_s + more_s), (draft + latency) / (ahead + 1))
+        period = max(draft, judged, uplink, (draft + latency) / (ahead + 1))
         return (kept + 1 - whole) / ((1 - whole) * (draft + latency) + whole * period)
+
+    def _enough_ahead(self, k: int) -> int:
+        """Blocks beyond the first that keep all stages busy, also when one takes longer than usual."""
+        draft, judged, uplink, latency = self._durations(k, True)
+        in_flight = (draft + latency) / max(draft, judged, uplink)
+        return min(math.ceil(_SLACK * in_flight) - 1, self._max_ahead)
+
+    def _durations(self, k: int, overlapping: bool, more_s: float = 0.0) -> tuple[float, float, float, float]:
+        """Seconds of a block of k tokens: drafted, judged, on the uplink, from there to its verdict.
+
+        Args:
+            overlapping: whether drafting and judging go on at the same time.
+            more_s: on the uplink for every token.
+        """
+        known = self._known
+        mode, other = (known.overlapped, known.alone) if overlapping else (known.alone, known.overlapped)
+        # What was never tried is hoped to be as good as it can be: alone may be much faster on shared cores.
+        hope = 1.0 if overlapping else _ALONE
+        step_s = mode.draft.value or hope * other.draft.value or _GUESSED_DRAFT_S
+        num_tokens = k + 1 + known.others.value
+        judged = (mode.judge.at(num_tokens) or hope * other.judge.at(num_tokens)) + known.queue.value
+        return k * step_s, judged, k * (known.uplink_s + more_s), known.network_s(k) + k * more_s + judged
 
     def _cloud_step_s(self) -> float:
         known = self._known
@@ -246,7 +261,7 @@ class AutoController:
         for k, chance in enumerate(self._known.acceptance.by_position(min(self._max_k, max_k)), 1):
             whole *= min(chance + optimism, 1.0)
             kept += whole
-            for ahead in self._ahead:
+            for ahead in {0, self._enough_ahead(k)}:
                 speed = self._speed(k, ahead, whole, kept)
                 plan = Plan(k, ahead, first_k=-(-k // _FIRST_PART) if ahead else 0)
                 found.append((speed, kept + (1 - whole if ahead else 1), plan))

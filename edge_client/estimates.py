@@ -12,7 +12,7 @@ from edge_client.confidence import Calibration
 from edge_client.results import Round
 
 _DECAY = 0.9  # weight of what was known of a duration, each round
-_ACCEPTANCE_DECAY = 0.98  # slower: whether a token is kept is one bit, a duration is many
+_ACCEPTANCE_DECAY = 0.99  # slower: whether a token is kept is one bit, a duration is many
 _FEW = 5  # tokens of a stretch that say how fast the verifier writes
 _PRIOR_ACCEPTANCE, _PRIOR_TOKENS = 0.8, 3.0
 _POSITION_TOKENS = 12.0  # trials at a position that count as much as all other positions together

@@ -105,7 +105,7 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
                     last_round = flight.arrival
                     if flight is wrong:
                         flights.clear()
-                free = wrong.freed
+                free, down_free = wrong.freed, wrong.arrival
                 continue
             now += took
             chances = [link.kept if is_sure else link.kept_unsure for is_sure in sure[:k]]
@@ -142,7 +142,7 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
         last_round = flight.arrival
         if flight.accepted < flight.k:
             flights.clear()
-            free = flight.freed
+            free, down_free = flight.freed, flight.arrival
     return now
 
 

@@ -49,8 +49,8 @@ def test_close_to_the_best_fixed_plan_and_never_below_the_verifier_alone(name):
     speeds = {plan: mean_speed(lambda plan=plan: FixedController(plan), link, TOKENS) for plan in FIXED}
     auto = mean_speed(lambda: started(link), link, TOKENS, answers=ANSWERS)
     # The best of many noisy figures is itself a lucky one.
-    assert auto >= 0.92 * max(speeds.values())
-    assert auto >= 0.94 * speeds[CLOUD]
+    assert auto >= 0.95 * max(speeds.values())
+    assert auto >= 0.95 * speeds[CLOUD]
 
 
 class Blind:
