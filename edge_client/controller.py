@@ -98,6 +98,7 @@ _MAX_SAVED_TOKENS = 100.0  # what a draft that paid may save up for trying it wh
 _ALONE = 0.6  # as long as drafting and judging at the same time, until it was tried
 _GUESSED_DRAFT_S = 0.01  # a token, before one was drafted
 _SLACK = 1.5  # times as many blocks in flight as suffice where nothing varies: more than needed cost nothing
+_MUCH_LONGER = 1.25  # blocks are worth a change too: the verifier is busy for less of its time
 _NEAR = 0.95  # of the best speed: plans that differ by less are equal, for all that is known
 _SOME_BYTES, _SOME_OVERLAP = 10.0, 0.01  # small steps, to see what they change
 _NOTHING, _MAX_PRICE = 1e-6, 1e-3  # of a byte; coarser distributions are not worth it anywhere
@@ -308,7 +309,8 @@ class AutoController:
             else:
                 self._current, self._expected = trial, best
             return
-        if best > _ADVANTAGE * now:
+        is_longer = plan.k >= _MUCH_LONGER * self._current.k and best > now / _ADVANTAGE
+        if best > _ADVANTAGE * now or is_longer:
             self._current, self._expected = plan, best
         else:
             self._expected = now
