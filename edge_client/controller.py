@@ -100,7 +100,7 @@ _GUESSED_DRAFT_S = 0.01  # a token, before one was drafted
 _SLACK = 1.5  # times as many blocks in flight as suffice where nothing varies: more than needed cost nothing
 _MUCH_LONGER = 1.25  # blocks are worth a change too: the verifier is busy for less of its time
 _NEAR = 0.95  # of the best speed: plans that differ by less are equal, for all that is known
-_BLOCK_S = 0.002  # what a block costs the edge beside its steps: a verdict to read, a plan to choose, a message
+_BLOCK_S = 0.002  # of a block, beside its steps: a verdict to read, a plan to choose, a message to send
 _SOME_BYTES, _SOME_OVERLAP = 10.0, 0.01  # small steps, to see what they change
 _NOTHING, _MAX_PRICE = 1e-6, 1e-3  # of a byte; coarser distributions are not worth it anywhere
 
@@ -238,7 +238,8 @@ class AutoController:
         step_s = mode.draft.value or hope * other.draft.value or _GUESSED_DRAFT_S
         num_tokens = k + 1 + known.others.value
         judged = (mode.judge.at(num_tokens) or hope * other.judge.at(num_tokens)) + known.queue.value
-        return k * step_s + _BLOCK_S, judged, k * (known.uplink_s + more_s), known.network_s(k) + k * more_s + judged
+        uplink, latency = k * (known.uplink_s + more_s), known.network_s(k) + k * more_s + judged
+        return k * step_s + _BLOCK_S, judged, uplink, latency
 
     def _cloud_step_s(self) -> float:
         known = self._known
