@@ -259,20 +259,18 @@ class AutoController:
 
     def _best(self, optimism: float = 0.0, max_k: int = 1 << 20) -> tuple[float, Plan]:
         """Of the plans that promise nearly the most, the one that keeps the verifier least busy."""
-        found: list[tuple[float, float, Plan]] = []
+        found: list[tuple[float, float, int, int]] = []  # speed, tokens a block brings, k, ahead
         whole, kept = 1.0, 0.0
         for k, chance in enumerate(self._known.acceptance.by_position(min(self._max_k, max_k)), 1):
             whole *= min(chance + optimism, 1.0)
             kept += whole
             for ahead in {0, self._enough_ahead(k)}:
                 speed = self._speed(k, ahead, whole, kept)
-                plan = Plan(k, ahead, first_k=-(-k // _FIRST_PART) if ahead else 0)
-                found.append((speed, kept + (1 - whole if ahead else 1), plan))
-        most = max(speed for speed, _, _ in found)
-        near = [(num_tokens, plan, speed) for speed, num_tokens, plan in found if speed >= _NEAR * most]
-        longest = max(num_tokens for num_tokens, _, _ in near)
-        _, plan, speed = next(each for each in near if each[0] >= longest)
-        return speed, plan
+                found.append((speed, kept + (1 - whole if ahead else 1), k, ahead))
+        most = max(speed for speed, *_ in found)
+        near = (each for each in found if each[0] >= _NEAR * most)
+        speed, _, k, ahead = max(near, key=lambda each: each[1])
+        return speed, Plan(k, ahead, first_k=-(-k // _FIRST_PART) if ahead else 0)
 
     def _choose(self) -> None:
         self._choose_blocks()

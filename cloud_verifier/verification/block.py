@@ -19,10 +19,9 @@ def judge_block(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     draft = batch.need_draft()
     target = TargetProbs(rows)
     if rows.kernel is not None and target.sparse is None:
-        found = (rows.params.rate(), rows.top.numpy(), rows.mass.numpy())
         draws = batch.uniforms(Purpose.ACCEPT)
         kept, scale = rows.kernel.block(
-            rows.logits, rows.index, batch.blocks, draft.drawn, draft.entries, draws, *found
+            rows.logits, rows.index, batch.blocks, draft.drawn, draft.entries, draws, *rows.on_host()
         )
         num_accepted, scale_of_kept = torch.from_numpy(kept), torch.from_numpy(scale)
     else:

@@ -34,8 +34,9 @@ def _judge(rows: Rows, batch: Batch, fused_weight: np.ndarray | None) -> tuple[t
     target = TargetProbs(rows)
     if rows.kernel is not None and rows.unread:
         weight = np.zeros(batch.num_blocks) if fused_weight is None else fused_weight
-        found = (rows.params.rate(), rows.top.numpy(), rows.mass.numpy())
-        kept = rows.kernel.token(rows.logits, rows.index, batch.blocks, drawn, uniforms, weight, *found)
+        kept = rows.kernel.token(
+            rows.logits, rows.index, batch.blocks, drawn, uniforms, weight, *rows.on_host()
+        )
         num_accepted = torch.from_numpy(kept)
     else:
         num_accepted = _num_accepted(target, batch, drawn, uniforms, fused_weight)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cloud_verifier.native_rows import RowKernel, kernel_for
+from cloud_verifier.native_rows import Doubles, Floats, RowKernel, kernel_for
 from cloud_verifier.verification.transforms import RowParams
 
 _PIECE_ELEMENTS = 1 << 19
@@ -49,6 +49,10 @@ class Rows:
 
     def device_index(self) -> torch.Tensor:
         return torch.from_numpy(self.index).to(self.device)
+
+    def on_host(self) -> tuple[Floats, Floats, Doubles]:
+        """Rate, top and mass, as the compiled rules take them; `top` and `mass` are not copied."""
+        return self.params.rate(), self.top.numpy(), self.mass.numpy()
 
     def take(self) -> torch.Tensor:
         """[R, V]"""

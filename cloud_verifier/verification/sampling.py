@@ -135,9 +135,7 @@ def _draw_natively(
         num_accepted.numpy(),
         np.ones(batch.num_blocks) if scale is None else scale.numpy(),
         draft.entries,
-        rows.params.rate(),
-        rows.top.numpy(),
-        rows.mass.numpy(),
+        *rows.on_host(),
         batch.uniforms(Purpose.SAMPLE),
     )
     return torch.from_numpy(tokens)

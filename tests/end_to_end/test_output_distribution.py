@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,19 @@ def tiny_models(tiny_draft: Path) -> list[DraftModel]:
     return [DraftModel.load(tiny_draft, threads=1) for _ in range(16)]
 
 
+@pytest.fixture
+def tiny_sample(write_many: WriteMany, tiny_verifier: str, tiny_models: list[DraftModel]) -> WriteMany:
+    """`tiny_sample(sampling, ...)` gives the answers of the tiny pair."""
+    return partial(
+        sample,
+        write_many,
+        tiny_verifier,
+        tiny_models,
+        num_answers=NUM_ANSWERS,
+        max_new_tokens=NUM_TOKENS,
+    )
+
+
 @pytest.mark.parametrize("sampling", [PLAIN, CUT], ids=["plain", "cut"])
 @pytest.mark.parametrize("draft", ["good", "bad"])
 @pytest.mark.parametrize(
@@ -111,8 +125,7 @@ def tiny_models(tiny_draft: Path) -> list[DraftModel]:
     ],
 )
 def test_output_is_distributed_as_the_targets(
-    write_many: WriteMany,
-    tiny_verifier: str,
+    tiny_sample: WriteMany,
     tiny_models: list[DraftModel],
     tiny_target: Path,
     sampling: SamplingParams,
@@ -123,13 +136,8 @@ def test_output_is_distributed_as_the_targets(
 ) -> None:
     size = tiny_models[0].manifest.vocab_size
     extra = {"drafter": lambda: BadDraft(size)} if draft == "bad" else {}
-    answers = sample(
-        write_many,
-        tiny_verifier,
-        tiny_models,
+    answers = tiny_sample(
         sampling,
-        NUM_ANSWERS,
-        max_new_tokens=NUM_TOKENS,
         k=2 if ahead else 3,
         codec=codec,
         ahead=ahead,
@@ -151,20 +159,13 @@ def test_output_is_distributed_as_the_targets(
     ("codec", "sampling"), [("dense_q8", PLAIN), ("dense_f32_zstd", CUT), ("lattice_coarse", PLAIN)]
 )
 def test_so_it_is_with_other_codecs(
-    write_many: WriteMany,
-    tiny_verifier: str,
-    tiny_models: list[DraftModel],
+    tiny_sample: WriteMany,
     tiny_target: Path,
     sampling: SamplingParams,
     codec: str,
 ) -> None:
-    answers = sample(
-        write_many,
-        tiny_verifier,
-        tiny_models,
+    answers = tiny_sample(
         sampling,
-        NUM_ANSWERS,
-        max_new_tokens=NUM_TOKENS,
         k=3,
         codec=codec,
         verification="block",
@@ -174,20 +175,13 @@ def test_so_it_is_with_other_codecs(
 
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_so_it_is_where_blocks_end_early(
-    write_many: WriteMany,
-    tiny_verifier: str,
-    tiny_models: list[DraftModel],
+    tiny_sample: WriteMany,
     tiny_target: Path,
     verification: str,
 ) -> None:
     unsure = Ending(0.5, tuple(np.linspace(0.0, 1.0, NUM_GROUPS)))
-    answers = sample(
-        write_many,
-        tiny_verifier,
-        tiny_models,
+    answers = tiny_sample(
         PLAIN,
-        NUM_ANSWERS,
-        max_new_tokens=NUM_TOKENS,
         k=4,
         ending=unsure,
         verification=verification,
@@ -225,20 +219,13 @@ class BrokenCodec:
 
 
 def test_the_test_sees_a_draft_that_samples_from_what_it_does_not_send(
-    write_many: WriteMany,
-    tiny_verifier: str,
-    tiny_models: list[DraftModel],
+    tiny_sample: WriteMany,
     tiny_target: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("edge_client.generate.get_codec", lambda name: BrokenCodec())
-    answers = sample(
-        write_many,
-        tiny_verifier,
-        tiny_models,
+    answers = tiny_sample(
         PLAIN,
-        NUM_ANSWERS,
-        max_new_tokens=NUM_TOKENS,
         k=3,
         codec="lattice",
     )
