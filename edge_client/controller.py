@@ -13,6 +13,8 @@ tokens a block, a_i the chance that token i is kept when those before it were, a
   after which the pipeline starts anew: (A + 1 - P) tokens in (1 - P)(D + L) + P p, by renewal;
 - the verifier alone gives one token in queue + pass of 1 token.
 
+While the edge reads a prompt the verifier may write (`edge_client.bridge`).
+
 While one block at a time is sent, K is an average: a block goes on for as long as one more token is
 expected to bring more than it costs at that speed, which the draft's confidence tells.
 
@@ -28,6 +30,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from edge_client.bridge import Bridge
 from edge_client.confidence import Ending
 from edge_client.estimates import Estimates, Pace
 from edge_client.results import Round
@@ -47,6 +50,7 @@ class Plan:
         price: total variation that a byte of a distribution must save to be sent, if that is more than the
             codec asks; None where the uplink is not known, see `shared.codecs.Budget`.
         ending: where a block ends before it has k tokens; None: nowhere.
+        bridge: how much the verifier writes while the edge reads, before its next block; None: nothing.
     """
 
     k: int = 5
@@ -55,6 +59,7 @@ class Plan:
     first_k: int = 0
     price: float | None = 0.0
     ending: Ending | None = None
+    bridge: Bridge | None = None
 
 
 class Controller(Protocol):
@@ -97,6 +102,7 @@ _MAX_STRETCH_S = 60.0  # of the verifier alone: for so long a better network may
 _MAX_SAVED_TOKENS = 100.0  # what a draft that paid may save up for trying it when it no longer seems to
 _ALONE = 0.6  # as long as drafting and judging at the same time, until it was tried
 _GUESSED_DRAFT_S = 0.01  # a token, before one was drafted
+_GUESSED_READ_S = 0.002  # a token, before any were read
 _SLACK = 1.5  # times as many blocks in flight as suffice where nothing varies: more than needed cost nothing
 _MUCH_LONGER = 1.25  # blocks are worth a change too: the verifier is busy for less of its time
 _NEAR = 0.95  # of the best speed: plans that differ by less are equal, for all that is known
@@ -132,7 +138,7 @@ class AutoController:
         self._known = Estimates() if estimates is None else estimates
         self._current = Plan(min(_FIRST_K, max_k), price=None)
         self._expected = 0.0
-        self._plan = self._with_ending(self._current)
+        self._plan = self._completed(self._current)
         self._pace = Pace()
         self._cloud_left = 0  # messages of a cloud-only stretch still to come
         if self._known.enough:
@@ -275,7 +281,16 @@ class AutoController:
     def _choose(self) -> None:
         self._choose_blocks()
         self._current = replace(self._current, price=self._price())
-        self._plan = self._with_ending(self._current)
+        self._plan = self._completed(self._current)
+
+    def _completed(self, plan: Plan) -> Plan:
+        return replace(self._with_ending(plan), bridge=self._bridge())
+
+    def _bridge(self) -> Bridge | None:
+        known = self._known
+        if not (self._allows_cloud and known.enough):
+            return None
+        return Bridge(known.read.value or _GUESSED_READ_S, known.network_s(0), self._cloud_step_s())
 
     def _with_ending(self, plan: Plan) -> Plan:
         """The plan with blocks that end early, or go on for longer, as their tokens' confidence says.

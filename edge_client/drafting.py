@@ -53,9 +53,10 @@ class NoModel:
 class Block:
     """K drafted tokens that follow `base_len` others, and the bytes of their distributions.
 
-    `prompt_s` is the part of `draft_s` in which the first token came after reading many; `num_before`
-    other blocks were in flight when this one was begun; `confidences` are the draft's probabilities of
-    its tokens, where somebody asked for them.
+    `prompt_s` is the part of `draft_s` in which the first token came after reading many. `num_read` tokens
+    were read before it in `read_s`, which is that part, or a time before. `num_before` other blocks were in
+    flight when this one was begun; `confidences` are the draft's probabilities of its tokens, where somebody
+    asked for them.
     """
 
     base_len: int
@@ -64,6 +65,8 @@ class Block:
     draft_s: float
     codec_s: float
     prompt_s: float = 0.0
+    num_read: int = 0
+    read_s: float = 0.0
     num_before: int = 0
     confidences: tuple[float, ...] = ()
 
@@ -104,6 +107,11 @@ class Drafter:
     def kv_len(self) -> int:
         return self._model.kv_len
 
+    @property
+    def num_unread(self) -> int:
+        """Tokens of the sequence that the model has not seen."""
+        return len(self.sequence) - self._model.kv_len
+
     def begin(self, tokens: Sequence[int], sampling: SamplingParams, limit: int) -> None:
         """Starts an answer after `tokens` that ends at `limit` tokens, on the KV of what they share.
 
@@ -131,6 +139,15 @@ class Drafter:
         length = len(self.sequence)
         return max(0, min(self._limit - length, self._model.max_context - length + 1))
 
+    def read(self, stop: Callable[[], bool]) -> tuple[int, float]:
+        """Reads all but the last token, which the next block begins with, and what is added meanwhile.
+
+        Returns how many, and the seconds that they took.
+        """
+        num_before, started = self._model.kv_len, time.perf_counter()
+        self._feed(stop, num_left=1)
+        return self._model.kv_len - num_before, time.perf_counter() - started
+
     def draft(
         self,
         num_tokens: int,
@@ -155,7 +172,8 @@ class Drafter:
         budget = Budget.of_block(num_tokens, price)
         draft_s = codec_s = prompt_s = 0.0
         # Two are fed after a fully kept block: its last token and the bonus.
-        reads_prompt = len(self.sequence) - self._model.kv_len > 2
+        num_unread = self.num_unread
+        reads_prompt = num_unread > 2
         started = time.perf_counter()
         for word in words:
             if (logits := self._feed(stop)) is None:
@@ -190,6 +208,8 @@ class Drafter:
             payload,
             draft_s,
             codec_s,
+            prompt_s,
+            num_unread if reads_prompt else 0,
             prompt_s,
             confidences=tuple(confidences),
         )
@@ -232,12 +252,14 @@ class Drafter:
         self._model.rollback(min(self._model.kv_len, length))
         self._ended = False
 
-    def _feed(self, stop: Callable[[], bool]) -> NDArray[np.float32] | None:
-        """Logits after the whole sequence; None when `stop` became true or the model cannot read it."""
+    def _feed(self, stop: Callable[[], bool], num_left: int = 0) -> NDArray[np.float32] | None:
+        """Reads all but the last `num_left` tokens; the logits after the whole sequence, or None when it is
+        not read, `stop` became true or the model cannot read it."""
         logits: NDArray[np.float32] | None = None
         try:
-            while not stop() and (waiting := self.sequence[self._model.kv_len :][:_CHUNK]):
-                logits = self._model.feed(waiting)
+            while not stop() and (num_waiting := self.num_unread - num_left) > 0:
+                first = self._model.kv_len
+                logits = self._model.feed(self.sequence[first : first + min(num_waiting, _CHUNK)])
         except SpecwireError as error:
             if error.kind not in (FaultKind.BAD_TOKENS, FaultKind.CONTEXT_EXCEEDED):
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from edge_client.bridge import A_TEXT
 from edge_client.confidence import Calibration
 from edge_client.results import Round
 
@@ -169,6 +170,7 @@ class Estimates:
         )  # over a block's bytes: what remains is the uplink's rate
         self._odd_in_a_row = 0
         self.token_bytes = Average()  # of a block, for a drafted token
+        self.read = Average()  # a token of a text
         self.queue, self.others = Average(), Average()
         self.cloud_step_s = 0.0  # from one token to the next while the verifier writes alone; 0: not seen
         self.saved_tokens = _CREDIT_TOKENS  # by drafting, against the verifier alone; below 0: lost
@@ -206,6 +208,8 @@ class Estimates:
         self.acceptance.add(done.num_drafted, done.num_accepted)
         self.calibration.add(done.confidences, done.num_accepted)
         self.token_bytes.add(done.up_bytes / done.num_drafted)
+        if done.num_read >= A_TEXT:
+            self.read.add(done.read_s / done.num_read)
         mode = self.overlapped if done.more or done.num_before else self.alone
         if done.prompt_s:  # reading a prompt says nothing about the rounds to come
             if done.num_drafted > 1:

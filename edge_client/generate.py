@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from edge_client.alone import NOTICE, AloneText, is_lost, write_alone
+from edge_client.bridge import Bridge
 from edge_client.connection import Verifier
 from edge_client.controller import Controller, Plan
 from edge_client.drafting import Block, Drafter, Model, NoModel
@@ -285,6 +286,9 @@ class _Loop:
         self._promised = False  # the last request was a block that said that another one follows
         self._stop = threading.Event()
         self._drafting: Future[Block | None] | None = None
+        self._reading: Future[tuple[int, float]] | None = None
+        self._read_from = (0, 0.0)  # unread tokens when that began, and when
+        self._num_bridging = 0  # tokens under way that the verifier writes meanwhile
         self._receiving: asyncio.Task[Reply] | None = None
         self._last_round = 0.0
         self._send_s = 0.0
@@ -294,31 +298,72 @@ class _Loop:
         receiving = self._receive()
         while self._tally.finish is FinishReason.NONE:
             plan = self._controller.plan()
-            if not receiving.done() and self._window_is_open(plan):
-                await self._send_next(plan)
+            if not receiving.done() and await self._has_sent(plan):
                 continue
             emission = await self._next_emission(receiving)
             if self._tally.finish is FinishReason.NONE:
                 receiving = self._receive()
             if emission is None:
                 continue
-            self._controller.observe(emission.round)
+            if self._num_bridging:
+                self._num_bridging -= 1
+            else:
+                self._controller.observe(emission.round)
             yield emission
 
+    async def _has_sent(self, plan: Plan) -> bool:
+        """Does what can be done before another reply comes; False: nothing."""
+        if plan.bridge is not None and self._is_reading(plan, plan.bridge):
+            return await self._has_bridged(plan.bridge)
+        if not self._window_is_open(plan):
+            return False
+        await self._send_next(plan)
+        return True
+
+    def _is_reading(self, plan: Plan, bridge: Bridge) -> bool:
+        """Whether the edge reads while the verifier may write; begins with it where that gains something."""
+        if self._reading is None and not (plan.cloud_tokens or self._in_flight):
+            num_unread = self._drafter.num_unread
+            if self._allows_generate and self._drafter.room() and bridge.wants(num_unread, 0.0, 0):
+                self._read_from = num_unread, time.perf_counter()
+                self._reading = self._worker.submit(self._drafter.read, self._in_vain)
+        return self._reading is not None and not self._reading.done()
+
+    async def _has_bridged(self, bridge: Bridge) -> bool:
+        """Asks for another token or, when none is under way, waits until all is read; False: neither."""
+        num_unread, since = self._read_from
+        base_len = len(self._drafter.sequence) + len(self._in_flight)
+        wants = bridge.wants(num_unread, time.perf_counter() - since, len(self._in_flight))
+        if wants and base_len < self._limit and self._has_room_in_flight():
+            self._num_bridging += 1
+            self._promised = False
+            await self._send(Generate(0, 0, base_len, 1), None)
+        elif self._in_flight or self._reading is None:
+            return False
+        else:
+            started = time.perf_counter()
+            await asyncio.wait([asyncio.wrap_future(self._reading)])
+            self._share.draft += time.perf_counter() - started
+        return True
+
     def _window_is_open(self, plan: Plan) -> bool:
-        # What is void counts until the verifier has dropped it: it cannot know how soon we hear of that.
-        if self._session.num_unanswered + self._session.num_given_up >= self._max_in_flight:
+        if not self._has_room_in_flight():
             return False
         if not self._in_flight:
             return True
         window = 0 if plan.cloud_tokens else min(plan.ahead + 1, self._max_in_flight)
         return self._promised and len(self._in_flight) < window and self._drafter.room() > 0
 
+    def _has_room_in_flight(self) -> bool:
+        # What is void counts until the verifier has dropped it: it cannot know how soon we hear of that.
+        return self._session.num_unanswered + self._session.num_given_up < self._max_in_flight
+
     async def _send_next(self, plan: Plan) -> None:
         room, remaining = self._drafter.room(), self._limit - len(self._drafter.sequence)
         if (plan.cloud_tokens or not room) and self._allows_generate and not self._in_flight:
             num_tokens = min(plan.cloud_tokens or remaining, remaining)
             self._promised = False  # whatever the plan becomes: nobody knows what a block would follow
+            self._reading = None
             await self._send(Generate(0, 0, len(self._drafter.sequence), num_tokens), None)
             return
         if room:
@@ -331,7 +376,7 @@ class _Loop:
                 # A rejection has just come, or the draft cannot go on.
                 self._share.draft += time.perf_counter() - started
                 return
-            block = replace(block, num_before=num_before)
+            block = self._with_reading(replace(block, num_before=num_before))
         else:
             block = self._drafter.guess()
         self._share.draft += block.draft_s
@@ -339,6 +384,13 @@ class _Loop:
         left = self._limit - len(self._drafter.sequence)
         self._promised = plan.ahead > 0 and left > 1 and self._drafter.room() > 0
         await self._send(DraftBlock(0, 0, block.base_len, block.tokens, block.payload, self._promised), block)
+
+    def _with_reading(self, block: Block) -> Block:
+        """The first block after a bridge, with what was read during it."""
+        if self._reading is None:
+            return block
+        (num_read, read_s), self._reading = self._reading.result(), None
+        return replace(block, num_read=num_read, read_s=read_s)
 
     async def _draft(self, num_tokens: int, plan: Plan) -> Block | None:
         self._drafting = self._worker.submit(
@@ -395,6 +447,7 @@ class _Loop:
         if self._session.generation != self._generation:  # this verdict made the rest void
             self._in_flight.clear()
             self._block_bytes.clear()
+            self._num_bridging = 0
             self._generation = self._session.generation
         self._tally.finish = answer.finish_reason
         now, last = time.perf_counter(), self._last_round
@@ -410,6 +463,8 @@ class _Loop:
             wait_s=wait_s,
             timing=answer.timing,
             prompt_s=block.prompt_s if block else 0.0,
+            num_read=block.num_read if block else 0,
+            read_s=block.read_s if block else 0.0,
             num_before=block.num_before if block else 0,
             more=isinstance(reply.request, DraftBlock) and reply.request.more,
             since_last_s=now - last if last else 0.0,
@@ -423,8 +478,9 @@ class _Loop:
         if self._receiving is not None:
             self._receiving.cancel()
             await asyncio.wait([self._receiving])
-        if self._drafting is not None and not self._drafting.done():
-            await asyncio.wait([asyncio.wrap_future(self._drafting)])
+        for work in (self._reading, self._drafting):
+            if work is not None and not work.done():
+                await asyncio.wait([asyncio.wrap_future(work)])
         self._session.give_up_pending()
 
 

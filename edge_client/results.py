@@ -40,6 +40,7 @@ class Round:
 
     `draft_s` and `codec_s` are what this block took to draft, `prompt_s` the part of it that was spent on
     reading what came before; `wait_s` is how long nothing else was done while its verdict was awaited.
+    Before it the edge read `num_read` tokens of a text in `read_s`, which is in `draft_s` as `prompt_s` says.
     `num_before` blocks were in flight when it was drafted; `more`: another was promised to follow.
     `since_last_s` is the time from the answer's previous round to this one, 0 for the first.
     `confidences` are the draft's probabilities of its tokens, where they were asked for.
@@ -55,6 +56,8 @@ class Round:
     wait_s: float
     timing: Timing
     prompt_s: float = 0.0
+    num_read: int = 0
+    read_s: float = 0.0
     num_before: int = 0
     more: bool = False
     since_last_s: float = 0.0

@@ -124,7 +124,7 @@ class Watched:
 
     @property
     def changes(self) -> int:
-        seen = [replace(plan, price=0.0, ending=None) for plan in self.seen]
+        seen = [replace(plan, price=0.0, ending=None, bridge=None) for plan in self.seen]
         return sum(a != b for a, b in pairwise(seen))
 
 
