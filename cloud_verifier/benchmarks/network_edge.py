@@ -48,9 +48,10 @@ class Arm:
 class Sample:
     """One answer. Durations in seconds; bytes with their framing, of the whole session."""
 
+    seed: int
     num_tokens: int
-    tokens_per_s: float  # after the first arrival, unless that was all
-    answer_tokens_per_s: float  # prompt and first round trip included
+    tokens_per_s: float  # from the request to the last token
+    later_tokens_per_s: float  # after the first arrival, unless that was all
     first_token_s: float
     gaps_s: list[float]  # between arrivals
     tokens_at: list[int]  # that came after each gap
@@ -125,22 +126,23 @@ async def _answer(edge: BenchEdge, controllers: _Controllers, job: dict[str, Any
         codec=job["codec"],
         drafting=plan is None or not plan.cloud_tokens,
     )
-    return _sample(done, controller)
+    return _sample(done, controller, job["seed"])
 
 
-def _sample(done: TimedAnswer, controller: Controller) -> Sample:
+def _sample(done: TimedAnswer, controller: Controller, seed: int) -> Sample:
     result, counts = done.result, done.result.counts
     # A verdict on a wholly kept block may bring nothing new to show, and an arrival without tokens is none.
     arrivals = [
         (at, len(e.tokens)) for at, e in zip(done.arrivals_s, done.emissions, strict=True) if e.tokens
     ]
     rounds = [emission.round for emission in done.emissions]
-    answer_speed = len(result.tokens) / arrivals[-1][0]
+    speed = len(result.tokens) / arrivals[-1][0]
     later, later_s = len(result.tokens) - arrivals[0][1], arrivals[-1][0] - arrivals[0][0]
     return Sample(
+        seed=seed,
         num_tokens=len(result.tokens),
-        tokens_per_s=later / later_s if later else answer_speed,
-        answer_tokens_per_s=answer_speed,
+        tokens_per_s=speed,
+        later_tokens_per_s=later / later_s if later else speed,
         first_token_s=arrivals[0][0],
         gaps_s=[b[0] - a[0] for a, b in itertools.pairwise(arrivals)],
         tokens_at=[num for _, num in arrivals[1:]],

@@ -31,8 +31,9 @@ def report(options: Mapping[str, Any], links: Mapping[str, Mapping[str, Any]], d
             "draft": draft,
             "verifier_threads": options["verifier_threads"],
             "edge_threads": options["edge_threads"],
-            "tokens_per_s": "tokens after the first arrival over the time after it",
-            "beside": "drafted on the verifier's host; first_token_s has the measured round trip added",
+            "tokens_per_s": "all tokens over the time from the request to the last of them",
+            "later_tokens_per_s": "tokens after the first arrival over the time after it",
+            "beside": "drafted on the verifier's host; the measured round trip is added to what it took",
             "auto": "keeps what it has learnt between answers; auto_first knows nothing but one round trip",
             "emulation": "logits of the small model, time of the bigger one",
         },
@@ -70,7 +71,8 @@ def _target(kind: str, target: Mapping[str, Any], round_trip_s: float) -> dict[s
         "failed": target["failed"],
         "arms": arms,
         "emulation_overrun": None if emulation is None else _overrun(samples, emulation),
-        "ratios": _ratios({name: arm["tokens_per_s"].median for name, arm in arms.items()}),
+        "ratios": (ratios := _ratios({name: arm["tokens_per_s"].median for name, arm in arms.items()})),
+        "auto_by_answer": _by_answer(samples, ratios.get("best_fixed")),
     }
 
 
@@ -85,8 +87,10 @@ def _arm(group: Sequence[Sample], delay_s: float) -> dict[str, Any]:
         for _ in range(num)
     ]
     return {
-        "tokens_per_s": Spread.of([sample.tokens_per_s for sample in group]),
-        "answer_tokens_per_s": Spread.of([sample.answer_tokens_per_s for sample in group]),
+        "tokens_per_s": Spread.of(
+            [sample.num_tokens / (sample.num_tokens / sample.tokens_per_s + delay_s) for sample in group]
+        ),
+        "later_tokens_per_s": Spread.of([sample.later_tokens_per_s for sample in group]),
         "first_token_s": _percentiles([sample.first_token_s + delay_s for sample in group]),
         "inter_token_s": _percentiles(spread),
         "between_arrivals_s": _percentiles(gaps),
@@ -151,6 +155,15 @@ def _ratios(speeds: Mapping[str, float]) -> dict[str, Any]:
     if fixed:
         found["best_fixed"] = max(fixed, key=lambda name: fixed[name])
     return found
+
+
+def _by_answer(samples: Mapping[str, Sequence[Sample]], best: str | None) -> Spread | None:
+    """`auto` against the best fixed arm, seed by seed: both write the same text there."""
+    if best is None or AUTO not in samples:
+        return None
+    others = {sample.seed: sample.tokens_per_s for sample in samples[best]}
+    ratios = [s.tokens_per_s / others[s.seed] for s in samples[AUTO] if s.seed in others]
+    return Spread.of(ratios) if ratios else None
 
 
 def tables(done: Mapping[str, Any]) -> list[Table]:

@@ -86,11 +86,12 @@ def test_it_reports_what_it_promises(target_dir: Path, draft_dir: Path, tmp_path
     )
 
 
-def sample(tokens_per_s: float) -> Sample:
+def sample(tokens_per_s: float, seed: int) -> Sample:
     return Sample(
+        seed=seed,
         num_tokens=5,
         tokens_per_s=tokens_per_s,
-        answer_tokens_per_s=tokens_per_s / 2,
+        later_tokens_per_s=tokens_per_s * 2,
         first_token_s=0.1,
         gaps_s=[0.4],
         tokens_at=[4],
@@ -120,7 +121,10 @@ def test_ratios_are_of_medians_and_only_of_what_the_edge_could_choose() -> None:
         "sampled_wait_k8": 90.0,
         "auto": 17.1,
     }
-    samples = {name: [sample(speed / 2), sample(speed), sample(speed * 9)] for name, speed in speeds.items()}
+    samples = {
+        name: [sample(speed / 2, 0), sample(speed, 1), sample(speed * 9, 2)] for name, speed in speeds.items()
+    }
+    samples["auto"].reverse()  # the order that they come in tells nothing
     links = {
         "x": {
             "asked": {"rtt_ms": 50.0},
@@ -135,10 +139,12 @@ def test_ratios_are_of_medians_and_only_of_what_the_edge_could_choose() -> None:
         "auto_vs_cloud_only": 1.71,
         "best_ahead_vs_best_waiting": 1.5,
         "best_fixed_vs_cloud_only": 1.8,
-        "best_fixed_vs_beside": 0.45,
-        "auto_vs_beside": 0.428,
+        # Each of its answers of 5 tokens takes a round trip longer.
+        "best_fixed_vs_beside": pytest.approx(18 / (5 / (5 / 40 + 0.051)), abs=1e-3),
+        "auto_vs_beside": pytest.approx(17.1 / (5 / (5 / 40 + 0.051)), abs=1e-3),
         "best_fixed": "ahead_k4x3",
     }
+    assert target["auto_by_answer"].min == target["auto_by_answer"].max == pytest.approx(0.95)
     assert target["emulation_overrun"] == pytest.approx(0.06 / (0.0514 + 5 * 0.00088), abs=0.001)
     wait, beside = target["arms"]["wait_k2"], target["arms"]["beside_k4"]
     assert wait["inter_token_s"]["p50"] == pytest.approx(0.1)
