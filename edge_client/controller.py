@@ -1,17 +1,7 @@
 """How much to draft, how far ahead, and whether the edge should draft at all.
 
-`AutoController` maximises the tokens per second that a small model of the pipeline expects. With K
-tokens a block, a_i the chance that token i is kept when those before it were, and
-
-    P = a_1 ... a_K          chance that a whole block is kept
-    A = a_1 + a_1 a_2 + ...  tokens kept, on average
-    D = K * draft step       L = round trip + queue + pass of K + 1 tokens
-
-- one block at a time gives A + 1 tokens (P of them bonus) in D + L;
-- with m more in flight there is no bonus token, but a fully kept block is followed by the next after
-  p = max(D, queue + pass, uplink, (D + L) / (m + 1)) only. A run of kept blocks ends with a rejection,
-  after which the pipeline starts anew: (A + 1 - P) tokens in (1 - P)(D + L) + P p, by renewal;
-- the verifier alone gives one token in queue + pass of 1 token.
+`AutoController` takes the plan that promises most tokens per second (`edge_client.pipeline`), or lets the
+verifier write alone where that is faster: one token in queue + pass of 1 token.
 
 While the edge reads a prompt the verifier may write (`edge_client.bridge`).
 
@@ -26,13 +16,13 @@ All of it is measured while it runs (`edge_client.estimates`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edge_client.bridge import Bridge
 from edge_client.confidence import Ending
 from edge_client.estimates import Estimates, Pace
+from edge_client.pipeline import GUESSED_DRAFT_S, Pipeline, Run
 from edge_client.results import Round
 from shared.messages import Description
 
@@ -96,17 +86,11 @@ _NEARLY = 0.25  # of what a trial costs may be missing after a stretch: asking f
 _TRIAL_K = 6
 _LONGER = 2  # times as long as K a block may become where the draft is sure
 _CALIBRATED = 60.0  # tokens after which confidence is believed
-_FIRST_PART = 3  # of a block, in the first; simulated links answer up to 2 % faster with it, and begin sooner
+_FIRST_PARTS = (1, 2, 3)  # of a block, in the first of a run: a short one finds a rejection earlier
 _MIN_CLOUD_TOKENS = 32
 _MAX_STRETCH_S = 60.0  # of the verifier alone: for so long a better network may go unnoticed
 _MAX_SAVED_TOKENS = 100.0  # what a draft that paid may save up for trying it when it no longer seems to
-_ALONE = 0.6  # as long as drafting and judging at the same time, until it was tried
-_GUESSED_DRAFT_S = 0.01  # a token, before one was drafted
 _GUESSED_READ_S = 0.002  # a token, before any were read
-_SLACK = 1.5  # times as many blocks in flight as suffice where nothing varies: more than needed cost nothing
-_MUCH_LONGER = 1.25  # blocks are worth a change too: the verifier is busy for less of its time
-_NEAR = 0.95  # of the best speed: plans that differ by less are equal, for all that is known
-_BLOCK_S = 0.002  # of a block, beside its steps: a verdict to read, a plan to choose, a message to send
 _SOME_BYTES, _SOME_OVERLAP = 10.0, 0.01  # small steps, to see what they change
 _NOTHING, _MAX_PRICE = 1e-6, 1e-3  # of a byte; coarser distributions are not worth it anywhere
 
@@ -140,6 +124,7 @@ class AutoController:
         self._expected = 0.0
         self._plan = self._completed(self._current)
         self._pace = Pace()
+        self._before: Round | None = None  # with drafted tokens
         self._cloud_left = 0  # messages of a cloud-only stretch still to come
         if self._known.enough:
             self._choose()
@@ -163,6 +148,7 @@ class AutoController:
 
     def observe(self, done: Round) -> None:
         if done.num_drafted:
+            self._add_lateness(done)
             self._known.add(done)
         else:
             self._known.cloud_step_s = self._pace.add(done.round_trip_s) or self._known.cloud_step_s
@@ -178,6 +164,20 @@ class AutoController:
         if self._known.enough:
             self._choose()
 
+    def _add_lateness(self, done: Round) -> None:
+        """What a round took beyond its known parts, where these tell what it should have taken."""
+        before, self._before = self._before, done
+        if before is None or done.prompt_s or not done.since_last_s:
+            return
+        block = Pipeline(self._known).block(done.num_drafted, overlapping=done.num_before > 0)
+        if done.num_before and before.more and before.num_accepted == before.num_drafted:
+            mode, expected = self._known.overlapped, block.period(done.num_before)
+        elif not (done.more or done.num_before or before.more or before.num_before):
+            mode, expected = self._known.alone, block.draft + block.latency
+        else:
+            return
+        mode.late.add(min(done.since_last_s - expected, expected))
+
     def explain(self) -> str:
         """Estimates and choice, for a person."""
         known, now = self._known, self._current
@@ -191,61 +191,26 @@ class AutoController:
             f"({self._expected:.1f} tokens/s expected, {self._cloud_speed():.1f} cloud alone)"
         )
 
-    def speed(self, k: int, ahead: int, *, lost: float = 0.0, more_bytes: float = 0.0) -> float:
-        """Tokens per second that the model expects of a plan.
-
-        Args:
-            lost: of the chance of every token to be kept, against what was seen.
-            more_bytes: for every drafted token, than were sent so far.
-        """
-        whole, kept = 1.0, 0.0
-        for chance in self._known.acceptance.by_position(k):
-            whole *= max(chance - lost, 0.0)
-            kept += whole
-        return self._speed(k, ahead, whole, kept, more_bytes * self._known.network.slope)
+    def _expected_of(self, plan: Plan) -> float:
+        run = Run(self._known.acceptance.by_position(plan.k))
+        return Pipeline(self._known).speed(run, plan.k, plan.ahead, plan.first_k)
 
     def _price(self) -> float | None:
         """What a byte costs over what overlap is worth, both in tokens per second, around the present plan.
 
         None while the uplink's rate is not known.
         """
-        k, ahead = self._current.k, self._current.ahead
-        if self._current.cloud_tokens or not (self._prices_bytes and self._known.network.shows_slope):
+        known, plan = self._known, self._current
+        if plan.cloud_tokens or not (self._prices_bytes and self._known.network.shows_slope):
             return None
-        now = self.speed(k, ahead)
-        byte = (now - self.speed(k, ahead, more_bytes=_SOME_BYTES)) / _SOME_BYTES
-        overlap = (now - self.speed(k, ahead, lost=_SOME_OVERLAP)) / _SOME_OVERLAP
+        chances = known.acceptance.by_position(plan.k)
+        more_s = _SOME_BYTES * known.network.slope
+        now, dearer, poorer = (
+            Pipeline(known, late_s).speed(Run(chances, change), plan.k, plan.ahead, plan.first_k)
+            for late_s, change in ((0.0, 0.0), (more_s, 0.0), (0.0, -_SOME_OVERLAP))
+        )
+        byte, overlap = (now - dearer) / _SOME_BYTES, (now - poorer) / _SOME_OVERLAP
         return min(byte / overlap, _MAX_PRICE) if overlap > 0 else 0.0
-
-    def _speed(self, k: int, ahead: int, whole: float, kept: float, more_s: float = 0.0) -> float:
-        draft, judged, uplink, latency = self._durations(k, ahead > 0, more_s)
-        if not ahead:
-            return (kept + 1) / (draft + latency)
-        period = max(draft, judged, uplink, (draft + latency) / (ahead + 1))
-        return (kept + 1 - whole) / ((1 - whole) * (draft + latency) + whole * period)
-
-    def _enough_ahead(self, k: int) -> int:
-        """Blocks beyond the first that keep all stages busy, also when one takes longer than usual."""
-        draft, judged, uplink, latency = self._durations(k, True)
-        in_flight = (draft + latency) / max(draft, judged, uplink)
-        return min(math.ceil(_SLACK * in_flight) - 1, self._max_ahead)
-
-    def _durations(self, k: int, overlapping: bool, more_s: float = 0.0) -> tuple[float, float, float, float]:
-        """Seconds of a block of k tokens: drafted, judged, on the uplink, from there to its verdict.
-
-        Args:
-            overlapping: whether drafting and judging go on at the same time.
-            more_s: on the uplink for every token.
-        """
-        known = self._known
-        mode, other = (known.overlapped, known.alone) if overlapping else (known.alone, known.overlapped)
-        # What was never tried is hoped to be as good as it can be: alone may be much faster on shared cores.
-        hope = 1.0 if overlapping else _ALONE
-        step_s = mode.draft.value or hope * other.draft.value or _GUESSED_DRAFT_S
-        num_tokens = k + 1 + known.others.value
-        judged = (mode.judge.at(num_tokens) or hope * other.judge.at(num_tokens)) + known.queue.value
-        uplink, latency = k * (known.uplink_s + more_s), known.network_s(k) + k * more_s + judged
-        return k * step_s + _BLOCK_S, judged, uplink, latency
 
     def _cloud_step_s(self) -> float:
         known = self._known
@@ -259,24 +224,21 @@ class AutoController:
     def _trial_s(self, trial: Plan) -> float:
         """What it costs at worst to ask the verifier again and to let the edge draft one block in vain."""
         known = self._known
-        step_s = known.alone.draft.value or known.overlapped.draft.value or _GUESSED_DRAFT_S
+        step_s = known.alone.draft.value or known.overlapped.draft.value or GUESSED_DRAFT_S
         judged = known.alone.judge.at(trial.k + 1) or known.overlapped.judge.at(trial.k + 1)
         return 2 * known.network_s(trial.k) + trial.k * step_s + judged
 
     def _best(self, optimism: float = 0.0, max_k: int = 1 << 20) -> tuple[float, Plan]:
-        """Of the plans that promise nearly the most, the one that keeps the verifier least busy."""
-        found: list[tuple[float, float, int, int]] = []  # speed, tokens a block brings, k, ahead
-        whole, kept = 1.0, 0.0
-        for k, chance in enumerate(self._known.acceptance.by_position(min(self._max_k, max_k)), 1):
-            whole *= min(chance + optimism, 1.0)
-            kept += whole
-            for ahead in {0, self._enough_ahead(k)}:
-                speed = self._speed(k, ahead, whole, kept)
-                found.append((speed, kept + (1 - whole if ahead else 1), k, ahead))
-        most = max(speed for speed, *_ in found)
-        near = (each for each in found if each[0] >= _NEAR * most)
-        speed, _, k, ahead = max(near, key=lambda each: each[1])
-        return speed, Plan(k, ahead, first_k=-(-k // _FIRST_PART) if ahead else 0)
+        """The plan that promises most, and how much."""
+        pipeline, max_k = Pipeline(self._known), min(self._max_k, max_k)
+        run = Run(self._known.acceptance.by_position(max_k), optimism)
+        choices: list[tuple[int, int, int]] = []  # k, ahead, first_k
+        for k in range(1, max_k + 1):
+            choices.append((k, 0, 0))
+            if ahead := min(pipeline.enough_ahead(k), self._max_ahead):
+                choices += [(k, ahead, -(-k // part)) for part in _FIRST_PARTS]
+        speed, (k, ahead, first_k) = max((pipeline.speed(run, *choice), choice) for choice in choices)
+        return speed, Plan(k, ahead, first_k=first_k)
 
     def _choose(self) -> None:
         self._choose_blocks()
@@ -309,7 +271,7 @@ class AutoController:
 
     def _choose_blocks(self) -> None:
         best, plan = self._best()
-        now = 0.0 if self._current.cloud_tokens else self.speed(self._current.k, self._current.ahead)
+        now = 0.0 if self._current.cloud_tokens else self._expected_of(self._current)
         cloud = self._cloud_speed() if self._allows_cloud else 0.0
         if cloud > _ADVANTAGE * max(best, now):
             hope, trial = self._best(2 * self._known.acceptance.doubt, _TRIAL_K)
@@ -324,8 +286,7 @@ class AutoController:
             else:
                 self._current, self._expected = trial, best
             return
-        is_longer = plan.k >= _MUCH_LONGER * self._current.k and best > now / _ADVANTAGE
-        if best > _ADVANTAGE * now or is_longer:
+        if best > _ADVANTAGE * now:
             self._current, self._expected = plan, best
         else:
             self._expected = now

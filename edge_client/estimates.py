@@ -153,6 +153,7 @@ class Mode:
 
     draft: Average = field(default_factory=Average)  # a drafted token, sampling and codec included
     judge: Line = field(default_factory=lambda: Line(_PASS_SHARE, _PASS_STIFFNESS))
+    late: Average = field(default_factory=Average)  # a round, against what its known parts take
 
 
 class Estimates:
