@@ -14,6 +14,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "narrow rows are laid out for little-endian CPUs"
+#endif
+
 #ifdef __AVX512F__ /* 32 registers of 16 floats */
 enum { LANES = 16, GROUP = 12 };
 #else /* 16 registers of 8, the size that compilers also split well for other CPUs */

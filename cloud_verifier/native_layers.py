@@ -5,8 +5,8 @@ A block of drafted tokens gives a matrix product few rows, and the libraries tha
 torch's operations, each of which takes longer to start than to compute. `layers.c` is slow at neither. It is
 compiled once for the CPU at hand, when it has a C compiler; without one, torch's own layers stay.
 
-Weights whose values are all bfloat16's own are kept as bfloat16 and widened as they are read: half the memory to
-read, and not a bit of the results differs. That holds for every model published in bfloat16.
+Weights whose values are all bfloat16's own (those of a model published in bfloat16) are kept as bfloat16 and
+widened as they are read: half the memory to read, and not a bit of the results differs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_kernel(cache: Path) -> Kernel | None:
 class PackedLinear(nn.Module):
     """Stands in for `nn.Linear`: the same product, from weights packed into panels of `kernel.width` outputs.
 
-    A row's result does not depend on the other rows of the batch, bit for bit, nor on whether the panels are narrow.
+    Bit for bit, a row's result depends neither on the rest of the batch nor on whether the panels are narrow.
     """
 
     panels: torch.Tensor  # [panels, in, width], or, narrow, [panels, in, width / 2, 2]: see layers.c
@@ -63,12 +63,13 @@ class PackedLinear(nn.Module):
         self._kernel = kernel.linear
         self._num_panels = -(-self.out_features // kernel.width)
         self._num_outputs = self._num_panels * kernel.width
-        weight, bias = linear.weight.detach(), linear.bias
+        weight = linear.weight.detach()
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        if bias is not None:
+            bias = nn.functional.pad(bias, (0, self._num_outputs - self.out_features))
         narrow = _bfloat16(weight)
         self._narrow = narrow is not None
         panels = _panels(weight if narrow is None else narrow.view(torch.int16), kernel.width)
-        if bias is not None:
-            bias = nn.functional.pad(bias.detach().float(), (0, self._num_outputs - self.out_features))
         self.register_buffer("panels", panels, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self._panels_at = panels.data_ptr()
@@ -123,7 +124,7 @@ class PackedRmsNorm(nn.Module):
 class NarrowEmbedding(nn.Module):
     """Stands in for an `nn.Embedding` whose weights are bfloat16's own: the same rows, widened."""
 
-    bits: torch.Tensor  # [num_embeddings, embedding_dim] of a bfloat16; as integers, which `float()` leaves alone
+    bits: torch.Tensor  # [num_embeddings, embedding_dim] bfloat16, as int16: `Module.float` leaves that alone
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -205,7 +206,7 @@ def _bfloat16(weight: torch.Tensor) -> torch.Tensor | None:
     if weight.dtype != torch.float32:
         return None
     # A few rows at a time: they stay in the cache, and most models that are not bfloat16 end it at the first.
-    same = all(torch.equal(rows, rows.bfloat16().float()) for rows in weight.split(64))
+    same = all(torch.equal(rows, rows.bfloat16().float()) for rows in torch.split(weight, 64))
     return weight.bfloat16() if same else None
 
 

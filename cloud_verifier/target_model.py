@@ -131,8 +131,8 @@ class TargetModel:
             max_context: tokens a session may have; None is all that the model can. A model with a sliding
                 window can be served up to the size of its window.
             attention: "sdpa" or "flex"; see TARGET.md.
-            native: use compiled layers where the machine has a C compiler (CPU; float32, or bfloat16, of which
-                they store the weights alone).
+            native: use compiled layers where the machine has a C compiler (on a CPU, in float32; of bfloat16
+                they take the weights, and compute in float32 all the same).
 
         Raises:
             SpecwireError: UNSUPPORTED_MODEL for a model that cannot roll back or does not attend through the
@@ -324,8 +324,7 @@ def _device(device: str) -> torch.device:
 
 def _dtype(dtype: str, device: str) -> torch.dtype:
     if dtype == "auto":
-        # In float32 the text of a session is the same whatever shares its passes, and with the native layers
-        # a model published in bfloat16 is as fast as with --dtype bfloat16.
+        # On a CPU float32 rounds no weight, and a model published in bfloat16 is as fast as with bfloat16.
         return torch.float32 if device.startswith("cpu") else torch.bfloat16
     if dtype not in _DTYPES:
         raise SpecwireError(
