@@ -68,6 +68,7 @@ class TargetModel:
     Attributes:
         vocab_size: ids that the tokenizer knows; every row of logits is this wide.
         max_context: tokens of one session, prompt and answer together.
+        dtype: the weights' number format. The pool's is that of keys, values, arithmetic and logits.
         eos_ids: ids that end an answer; bos_id: the id that starts a text, if there is one.
         tokenizer_json, chat_template: as in the model's folder.
     """
@@ -78,6 +79,7 @@ class TargetModel:
         pool: KvPool,
         *,
         name: str,
+        dtype: torch.dtype,
         tokenizer_json: str,
         chat_template: str | None,
         max_context: int,
@@ -91,14 +93,14 @@ class TargetModel:
         self.chat_template = chat_template
         self.max_context = max_context
         self.device: torch.device = pool.keys[0].device
-        self.dtype: torch.dtype = pool.keys[0].dtype
+        self.dtype = dtype
         self.vocab_size = tokenizer_identity(tokenizer_json).size
         self.eos_ids = _as_ids(getattr(model.generation_config, "eos_token_id", None) or config.eos_token_id)
         self.bos_id: int | None = config.bos_token_id
         self._spec = PassSpec(
             padding_slot=pool.padding_slot,
             heads_per_kv=config.num_attention_heads // pool.keys[0].shape[1],
-            dtype=self.dtype,
+            dtype=pool.keys[0].dtype,
             device=self.device,
             flex=flex,
         )
@@ -129,7 +131,8 @@ class TargetModel:
             max_context: tokens a session may have; None is all that the model can. A model with a sliding
                 window can be served up to the size of its window.
             attention: "sdpa" or "flex"; see TARGET.md.
-            native: use compiled layers where the machine has a C compiler (CPU, float32).
+            native: use compiled layers where the machine has a C compiler (on a CPU, in float32; of bfloat16
+                they take the weights, and compute in float32 all the same).
 
         Raises:
             SpecwireError: UNSUPPORTED_MODEL for a model that cannot roll back or does not attend through the
@@ -150,19 +153,20 @@ class TargetModel:
             )
         model.eval().to(target_device)
         kernel = load_kernel(cache_dir()) if native and target_device.type == "cpu" else None
-        if kernel is not None:
-            pack_layers(model, kernel)
+        packed = kernel is not None and target_dtype != torch.float16 and pack_layers(model, kernel) > 0
+        pool_dtype = torch.float32 if packed else target_dtype
         layers = _layer_shapes(config.get_text_config())
         if num_slots is None:
-            each = slot_bytes(layers, target_dtype)
+            each = slot_bytes(layers, pool_dtype)
             if kv_cache_bytes is None:
                 free = _FREE_SHARE[target_device.type] * free_memory_bytes(target_device)
                 kv_cache_bytes = min(int(free), each * max_sessions * context)
             num_slots = kv_cache_bytes // each
         target = cls(
             model,
-            KvPool(layers, num_slots, dtype=target_dtype, device=target_device),
+            KvPool(layers, num_slots, dtype=pool_dtype, device=target_device),
             name=name_or_path,
+            dtype=target_dtype,
             tokenizer_json=_tokenizer_json(name_or_path, tokenizer),
             chat_template=tokenizer.chat_template,
             max_context=context,
@@ -176,7 +180,7 @@ class TargetModel:
         """One pass over all segments, of which there is at least one.
 
         Returns:
-            [sum of num_logits, vocab_size] in the model's dtype, on the device, segment after segment. Ids
+            [sum of num_logits, vocab_size] in the pool's dtype, on the device, segment after segment. Ids
             that the tokenizer does not know are cut off; ids that the model does not know are -inf.
         """
         prepared = prepare(segments, self._spec)
@@ -240,7 +244,7 @@ class TargetModel:
             self.pool.release(slots)
         width = min(own.shape[1], ours.shape[1])
         error_size = (ours[:, :width] - own[:, :width]).abs().max() / own.abs().max()
-        if not float(error_size) <= _CHECK_TOLERANCE[self.dtype]:
+        if not float(error_size) <= _CHECK_TOLERANCE[self._spec.dtype]:
             raise unsupported(f"passes over the slot pool differ from its own by {float(error_size):.2g}")
 
 
@@ -320,8 +324,7 @@ def _device(device: str) -> torch.device:
 
 def _dtype(dtype: str, device: str) -> torch.dtype:
     if dtype == "auto":
-        # With the native layers float32 is as fast as bfloat16 even where a CPU computes in that, and the
-        # text of a session is then the same whatever shares its passes.
+        # On a CPU float32 rounds no weight, and a model published in bfloat16 is as fast as with bfloat16.
         return torch.float32 if device.startswith("cpu") else torch.bfloat16
     if dtype not in _DTYPES:
         raise SpecwireError(

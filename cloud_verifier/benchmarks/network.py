@@ -46,7 +46,6 @@ from rich.progress import Progress
 from cloud_verifier.benchmarks.network_edge import AUTO, AUTO_FIRST, Arm, Sample
 from cloud_verifier.benchmarks.network_report import REAL, report, tables
 from cloud_verifier.benchmarks.report import write_report
-from cloud_verifier.host import cpu_flags
 from edge_client.controller import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=5, help="answers of each arm, each with another prompt")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=Path, help="Spec-Bench questions; default: a built-in set")
-    parser.add_argument("--dtype", default="", help="default: what the target's kind and this CPU ask for")
+    parser.add_argument("--dtype", default="", help="default: what the target's kind asks for")
     parser.add_argument("--precision", default="", help="of the built-in draft; default: the fastest")
     half = max(1, (os.cpu_count() or 2) // 2)
     parser.add_argument("--verifier-threads", type=int, default=half, help="default: half of the cores")
@@ -310,7 +309,7 @@ class _Sides:
 
 def _dtype(kind: str) -> str:
     """An emulated target's numbers do not matter, but its passes must be done in time."""
-    return "bfloat16" if kind != REAL and "amx_bf16" in cpu_flags() else "auto"
+    return "auto" if kind == REAL else "bfloat16"
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

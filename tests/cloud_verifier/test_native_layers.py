@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from cloud_verifier.native_layers import PackedLinear, PackedRmsNorm, load_kernel, pack_layers
+from cloud_verifier.native_layers import (
+    NarrowEmbedding,
+    PackedLinear,
+    PackedRmsNorm,
+    load_kernel,
+    pack_layers,
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +60,43 @@ def test_rows_need_not_be_contiguous(kernel):
         torch.testing.assert_close(PackedLinear(linear, kernel)(rows), linear(rows))
 
 
+@torch.no_grad()
+def with_bfloat16_weights(layer):
+    """The float32 layer with its weights rounded."""
+    layer.weight.copy_(layer.weight.bfloat16())
+    return layer
+
+
+@pytest.mark.parametrize(("num_in", "num_out"), [(576, 192), (1536, 96), (1, 1), (193, 50), (64, 17)])
+@torch.inference_mode()
+def test_weights_that_are_bfloat16_are_kept_so_and_not_a_bit_differs(kernel, num_in, num_out):
+    torch.manual_seed(num_in)
+    linear = with_bfloat16_weights(nn.Linear(num_in, num_out))
+    wider = with_bfloat16_weights(nn.Linear(num_in, num_out + 1))
+    wider.weight[:num_out], wider.bias[:num_out] = linear.weight, linear.bias
+    wider.weight[num_out, num_in // 2] = 1 / 3  # which bfloat16 lacks
+    narrow, wide = PackedLinear(linear, kernel), PackedLinear(wider, kernel)
+    assert (narrow.panels.element_size(), wide.panels.element_size()) == (2, 4)
+    for num_rows in (1, 2, 5, 6, 7, 9, 12, 13, 30):
+        rows = torch.randn(num_rows, num_in)
+        ours, theirs = narrow(rows), wide(rows)
+        assert torch.equal(ours, theirs[:, :num_out])
+        assert torch.equal(ours[-1:], narrow(rows[-1:]))
+        exact = nn.functional.linear(rows.double(), wider.weight.double(), wider.bias.double())
+        torch.testing.assert_close(theirs.double(), exact, rtol=2e-6, atol=4e-6)
+
+
+@torch.inference_mode()
+def test_a_layer_in_bfloat16_gives_what_its_weights_give_in_float32(kernel):
+    linear = nn.Linear(193, 50, dtype=torch.bfloat16)
+    ours = PackedLinear(linear, kernel)
+    theirs = PackedLinear(linear.float(), kernel)
+    rows = torch.randn(1, 7, 193)
+    assert ours(rows).dtype == torch.float32
+    assert torch.equal(ours(rows), theirs(rows))
+    assert torch.equal(ours(rows.bfloat16()), theirs(rows.bfloat16().float()))
+
+
 class TinyRMSNorm(nn.Module):
     """As transformers' models write it."""
 
@@ -86,11 +129,37 @@ def test_the_norm_is_right_to_float32_whatever_the_batch(kernel, size):
 
 
 def test_only_layers_that_compute_the_same_are_replaced(kernel):
-    layers = [nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8, dtype=torch.bfloat16)]
-    model = nn.Sequential(*layers, TinyRMSNorm(8), OffsetRMSNorm(8))
+    model = nn.Sequential(
+        nn.Embedding(8, 8), nn.Linear(8, 8), nn.LayerNorm(8), TinyRMSNorm(8), OffsetRMSNorm(8)
+    )
     assert pack_layers(model, kernel) == 2
     kinds = [type(layer) for layer in model]
-    assert kinds == [PackedLinear, nn.LayerNorm, nn.Linear, PackedRmsNorm, OffsetRMSNorm]
+    assert kinds == [nn.Embedding, PackedLinear, nn.LayerNorm, PackedRmsNorm, OffsetRMSNorm]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_model_of_bfloat16_weights_computes_in_float32(kernel, dtype):
+    def build():
+        torch.manual_seed(0)
+        layers = nn.Embedding(9, 8), TinyRMSNorm(8), nn.LayerNorm(8), nn.Linear(8, 9)
+        return nn.Sequential(*layers).bfloat16()
+
+    model, ids = build().to(dtype), torch.tensor([[1, 8, 0]])
+    assert pack_layers(model, kernel) == 3
+    kinds = [type(layer) for layer in model]
+    assert kinds == [NarrowEmbedding, PackedRmsNorm, nn.LayerNorm, PackedLinear]
+    ours = model(ids)
+    assert ours.dtype == torch.float32
+    assert torch.equal(model[0](ids), build()[0](ids).float())
+    torch.testing.assert_close(ours.double(), build().double()(ids), rtol=2e-6, atol=4e-6)
+
+
+def test_a_bfloat16_model_with_matrices_elsewhere_is_left_alone(kernel):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Bilinear(8, 8, 8)).bfloat16()
+    assert pack_layers(model, kernel) == 0
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Bilinear]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def test_the_library_is_compiled_once(tmp_path, kernel):

@@ -244,15 +244,39 @@ def test_ids_that_the_model_lacks_are_minus_infinity(tmp_path):
     assert (logits[:, 64:] == float("-inf")).all()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_near_float32(llama, tmp_path, dtype):
-    target = make_pair(tmp_path, "llama", dtype=dtype).target
-    assert target.pool.keys[0].dtype == target.dtype == getattr(torch, dtype)
+@pytest.mark.parametrize(("dtype", "native"), [("bfloat16", True), ("bfloat16", False), ("float16", True)])
+def test_half_precision_is_near_float32(llama, tmp_path, dtype, native):
+    target = make_pair(tmp_path, "llama", dtype=dtype, native=native).target
+    assert target.dtype == getattr(torch, dtype)
     tokens = list(range(3, 23))
     logits = target.forward([Segment(np.array(tokens), target.pool.allocate(20), 20)])
-    assert logits.dtype == target.dtype
+    computed_in = torch.float32 if (dtype, native) == ("bfloat16", True) else target.dtype
+    assert logits.dtype == target.pool.keys[0].dtype == computed_in
     own = llama.own(tokens)
     assert float((logits.float() - own).abs().max()) < 0.1 * float(own.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_bfloat16_rounds_the_weights_and_nothing_else(tmp_path, kind):
+    rounded = build(kind)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    save(tmp_path, rounded)
+    pairs = [
+        Pair(TargetModel.load(str(tmp_path), dtype=dtype, num_slots=32), rounded.eval())
+        for dtype in ("bfloat16", "float32")
+    ]
+    tokens = list(range(3, 23))
+    narrow, wide = (
+        pair.target.forward([Segment(np.array(tokens), pair.target.pool.allocate(20), 20)]) for pair in pairs
+    )
+    assert torch.equal(narrow, wide)
+    close(narrow, pairs[0].own(tokens))
+
+
+def test_a_bfloat16_model_with_layers_of_another_kind_runs_in_bfloat16(tmp_path):
+    target = make_pair(tmp_path, "gpt2", dtype="bfloat16").target
+    assert target.dtype == target.pool.keys[0].dtype == torch.bfloat16
 
 
 def test_without_the_compiled_layers_the_logits_are_the_same(llama, tmp_path):
