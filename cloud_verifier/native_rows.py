@@ -21,6 +21,7 @@ from shared.config import cache_dir
 from shared.randomness import Purpose
 
 _SOURCE = Path(__file__).with_name("rows.c")
+_NOTHING = ctypes.c_char * 0  # begins where an array does, even an empty one
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -240,7 +241,6 @@ def _matrix(logits: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t, cty
     )
 
 
-def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
-    if not array.flags.c_contiguous:
-        raise ValueError("the kernel reads dense arrays only")
-    return ctypes.c_void_p(array.ctypes.data)
+def _pointer(array: NDArray[Any]) -> ctypes.Array[ctypes.c_char]:
+    """Of a dense writable array; others are a TypeError. In half the time of `array.ctypes`."""
+    return _NOTHING.from_buffer(array.data)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cloud_verifier.verification import VERIFICATIONS, BlockInput, BlockOutcome, get_verification, judge
-from cloud_verifier.verification.batch import pack
+from cloud_verifier.verification.batch import pack, params_of
 from cloud_verifier.verification.penalties import adjust_logits
 from shared import reference
 from shared.codecs import Distributions, get_codec
@@ -278,7 +278,7 @@ def test_every_row_is_adjusted_for_the_text_before_it(changes):
         for tokens in ((4, 7, 7, 3, 7, 11), (), (8,))
     ]
     logits = torch.randn(10, 12, generator=torch.Generator().manual_seed(1))
-    batch = pack(blocks, [0, 7, 8], with_draft=False)
+    batch = pack(blocks, [0, 7, 8], params_of([block.sampling for block in blocks]), with_draft=False)
     actual = adjust_logits(logits, batch, blocks).numpy()
     before = [[*text, *block.tokens[:i]] for block in blocks for i in range(len(block.tokens) + 1)]
     for row, changed, tokens in zip(logits.numpy(), actual, before, strict=True):
