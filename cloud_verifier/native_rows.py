@@ -108,7 +108,7 @@ class RowKernel:
             drawn: [N], q of the drafted tokens themselves.
             q: of the drafted tokens.
             uniform: [R] draws in [0, 1).
-            top, mass: [R], as from `summary`.
+            top, mass: [R], written for the rows that are read, as `summary` gives them.
         """
         num_accepted, scale = np.empty(blocks.num, np.int64), np.empty(blocks.num)
         arrays = (*blocks, drawn, *q, uniform, rate, top, mass, num_accepted, scale)

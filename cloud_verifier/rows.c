@@ -152,27 +152,45 @@ void specwire_token(const float *x, size_t stride, size_t vocab, const int64_t *
     }
 }
 
-/* Block verification of n blocks (as in `specwire_token`, with tops and masses known, and q as in `specwire_draw`):
- * Sun et al. 2024, Algorithm 2. `joint` is the chance that a prefix is kept whole, the product of min(1, .) of p / q;
- * a prefix that goes on is also given up for what the residual max(joint p - q, 0) after it is worth. The longest
- * prefix that its own draw keeps is kept; `scale` is then its joint. */
+/* Whether a prefix that ends behind row r can be kept, after one with this `joint`: no p exceeds 1. */
+static int can_go_on(size_t r, size_t end, double joint, const double *drawn, const double *uniform) {
+    for (; r < end; r++, drawn++) {
+        joint /= *drawn;
+        if (joint > 1.0) joint = 1.0;
+        if (uniform[r] < joint) return 1;
+    }
+    return 0;
+}
+
+/* Block verification of n blocks (as in `specwire_token`, with q as in `specwire_draw`): Sun et al. 2024,
+ * Algorithm 2. `joint` is the chance that a prefix is kept whole, the product of min(1, .) of p / q; a prefix that
+ * goes on is also given up for what the residual max(joint p - q, 0) after it is worth. The longest prefix that its
+ * own draw keeps is kept; `scale` is then its joint. Top and mass are given of the rows that are read: those that
+ * cannot change any more what is kept are not. */
 void specwire_block(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n, const int64_t *first,
                     const int64_t *drafted, const double *drawn, const int64_t *offsets, const int64_t *ids,
-                    const double *q, const double *uniform, const float *rate, const float *top, const double *mass,
+                    const double *q, const double *uniform, const float *rate, float *top, double *mass,
                     int64_t *num_accepted, double *scale, int threads) {
-    (void)vocab, (void)threads;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (n > 1)
     for (size_t b = 0; b < n; b++) {
+        const size_t bonus = (size_t)first[b + 1] - 1;
+        size_t unread = (size_t)first[b];
+        int64_t place;
         double joint = 1.0;
         num_accepted[b] = 0;
         scale[b] = 1.0;
-        for (size_t r = (size_t)first[b]; (int64_t)r + 1 < first[b + 1]; r++) {
+        for (size_t r = (size_t)first[b]; r < bonus && can_go_on(r, bonus, joint, drawn + r - b, uniform); r++) {
             const size_t token = r - b;
-            const float *row = x + (size_t)rows[r] * stride;
+            const float *row = x + (size_t)rows[r] * stride, *next = x + (size_t)rows[r + 1] * stride;
+            for (; unread <= r; unread++)
+                top[unread] = read_row(row, vocab, rate[unread], &place, mass + unread);
             joint *= share_of(row, top[r], rate[r], mass[r], drafted[token]) / drawn[token];
             if (joint > 1.0) joint = 1.0;
+            if (!(uniform[r] < joint)) continue; /* what the residual is worth only lowers the chance */
             double kept = joint;
-            if ((int64_t)r + 2 < first[b + 1]) {
-                const float *next = x + (size_t)rows[r + 1] * stride;
+            if (r + 1 < bonus) {
+                for (; unread <= r + 1; unread++)
+                    top[unread] = read_row(next, vocab, rate[unread], &place, mass + unread);
                 double rest = joint;
                 for (int64_t i = offsets[token + 1]; i < offsets[token + 2]; i++) {
                     const double p = joint * share_of(next, top[r + 1], rate[r + 1], mass[r + 1], ids[i]);
@@ -185,6 +203,10 @@ void specwire_block(const float *x, size_t stride, size_t vocab, const int64_t *
                 scale[b] = joint;
             }
         }
+        const size_t decisive = (size_t)(first[b] + num_accepted[b]);
+        if (decisive >= unread)
+            top[decisive] = read_row(x + (size_t)rows[decisive] * stride, vocab, rate[decisive], &place,
+                                     mass + decisive);
     }
 }
 

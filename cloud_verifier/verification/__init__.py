@@ -192,8 +192,9 @@ def _judge_group(
     adjusted = adjust_logits(logits, batch, blocks) if adjusts else logits
     index = np.arange(len(batch.rows)) if adjusts else batch.rows
     greedy = rule == "greedy"
-    lazily = verification.sequential and not greedy
-    rows = Rows.read(adjusted, index, batch.params, weigh=verification.weighs, choose=greedy, lazily=lazily)
+    rows = Rows.read(
+        adjusted, index, batch.params, weigh=verification.weighs, choose=greedy, lazily=not greedy
+    )
     num_accepted, tokens = verification.judge(rows, batch)
     # The one copy from the device.
     host = torch.cat([num_accepted, tokens, torch.isfinite(rows.top)]).cpu().numpy()

@@ -17,7 +17,7 @@ def judge_block(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     (num_accepted [B], recovered or bonus token [B]); see `Rule`.
     """
     draft = batch.need_draft()
-    if rows.kernel is not None and not rows.truncated:
+    if rows.kernel is not None and rows.unread:
         draws = batch.uniforms(Purpose.ACCEPT)
         kept, scale = rows.kernel.block(
             rows.logits, rows.index, batch.blocks, draft.drawn, draft.entries, draws, *rows.on_host()
