@@ -21,6 +21,7 @@ from shared.config import cache_dir
 from shared.randomness import Purpose
 
 _SOURCE = Path(__file__).with_name("rows.c")
+_NOTHING = ctypes.c_char * 0  # begins where an array does, even an empty one
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -107,7 +108,7 @@ class RowKernel:
             drawn: [N], q of the drafted tokens themselves.
             q: of the drafted tokens.
             uniform: [R] draws in [0, 1).
-            top, mass: [R], as from `summary`.
+            top, mass: [R], written for the rows that are read, as `summary` gives them.
         """
         num_accepted, scale = np.empty(blocks.num, np.int64), np.empty(blocks.num)
         arrays = (*blocks, drawn, *q, uniform, rate, top, mass, num_accepted, scale)
@@ -240,7 +241,6 @@ def _matrix(logits: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t, cty
     )
 
 
-def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
-    if not array.flags.c_contiguous:
-        raise ValueError("the kernel reads dense arrays only")
-    return ctypes.c_void_p(array.ctypes.data)
+def _pointer(array: NDArray[Any]) -> ctypes.Array[ctypes.c_char]:
+    """Of a dense writable array; others are a TypeError. In half the time of `array.ctypes`."""
+    return _NOTHING.from_buffer(array.data)

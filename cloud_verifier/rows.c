@@ -11,11 +11,19 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Otherwise the case of a forbidden token keeps `power` from being computed for many at once. */
+#pragma GCC optimize("no-trapping-math")
+
+/* GROUP: maxima or sums that go side by side, so that none waits for the one before it. */
 #ifdef __AVX512F__ /* compilers otherwise stop at half of its registers' width */
 #pragma GCC target("prefer-vector-width=512")
+enum { GROUP = 64 };
+#else
+enum { GROUP = 32 };
 #endif
 
-enum { PIECE = 1024, BLOCK = 32, COUPLED = 4, EXCESS = 1 << 8 }; /* BLOCK and the rest: shared/randomness.py */
+enum { PIECE = 1024, DRAWS = 64 };
+enum { BLOCK = 32, COUPLED = 4, EXCESS = 1 << 8 }; /* shared/randomness.py */
 
 /* 2^t for t <= 0, to two units in the last place; what is below 2^-126 comes out as 2^-126. The polynomial has the
  * least relative error on [-1/2, 1/2] of those of degree 5 that are 1 at 0. */
@@ -40,38 +48,68 @@ static inline float power_or_tiny(float t) {
 /* 0 below 2^-126, so that a forbidden token (t = -inf) has no weight. */
 static inline float power(float t) { return t < -126.0f ? 0.0f : power_or_tiny(t); }
 
+/* The largest of a piece; `magnitude` becomes the largest of its bits without sign where it was less. */
+static inline float largest_of_piece(const float *piece, uint32_t *magnitude) {
+    float best[GROUP];
+    uint32_t most[GROUP] = {0};
+    for (size_t j = 0; j < GROUP; j++) best[j] = -INFINITY;
+    for (size_t i = 0; i < PIECE; i += GROUP)
+#pragma omp simd
+        for (size_t j = 0; j < GROUP; j++) {
+            uint32_t bits;
+            memcpy(&bits, piece + i + j, 4);
+            bits &= 0x7fffffff;
+            most[j] = bits > most[j] ? bits : most[j];
+            best[j] = piece[i + j] > best[j] ? piece[i + j] : best[j];
+        }
+    float largest = -INFINITY;
+    uint32_t bits = *magnitude;
+#pragma omp simd reduction(max : largest, bits)
+    for (size_t j = 0; j < GROUP; j++) {
+        largest = best[j] > largest ? best[j] : largest;
+        bits = most[j] > bits ? most[j] : bits;
+    }
+    *magnitude = bits;
+    return largest;
+}
+
+/* The sum of a piece's weights. What lies behind it comes into the nearest cache meanwhile. */
+static inline float mass_of_piece(const float *piece, float top, float rate) {
+    float sums[GROUP] = {0}, sum = 0.0f;
+    for (size_t i = 0; i < PIECE; i += GROUP) {
+        for (size_t j = 0; j < GROUP; j += 16) __builtin_prefetch(piece + PIECE + i + j);
+#pragma omp simd
+        for (size_t j = 0; j < GROUP; j++) sums[j] += power_or_tiny((piece[i + j] - top) * rate);
+    }
+#pragma omp simd reduction(+ : sum)
+    for (size_t j = 0; j < GROUP; j++) sum += sums[j];
+    return sum;
+}
+
 /* The largest of a row and its lowest place; NaN where the row has one. Where `rate` is not 0, also the sum of
  * its weights, a piece at a time while that is in the nearest cache: what is summed so far is scaled down when
  * a larger logit turns up. 1 in a row that is not finite. */
 static float read_row(const float *x, size_t vocab, float rate, int64_t *place, double *mass) {
-    float top = -INFINITY;
+    float top = -INFINITY, filled[PIECE];
     double total = 0.0;
     uint32_t magnitude = 0; /* of the bits without sign: a NaN is larger than an infinity */
-    size_t piece = 0;
+    size_t found = 0;
     for (size_t at = 0; at < vocab; at += PIECE) {
-        const size_t end = at + PIECE < vocab ? at + PIECE : vocab;
-        float best = -INFINITY, sum = 0.0f;
-#pragma omp simd reduction(max : best, magnitude)
-        for (size_t i = at; i < end; i++) {
-            uint32_t bits;
-            memcpy(&bits, x + i, 4);
-            bits &= 0x7fffffff;
-            magnitude = bits > magnitude ? bits : magnitude;
-            best = x[i] > best ? x[i] : best;
+        const float *piece = x + at;
+        if (at + PIECE > vocab) {
+            for (size_t i = 0; i < PIECE; i++) filled[i] = at + i < vocab ? piece[i] : -INFINITY;
+            piece = filled;
         }
+        const float best = largest_of_piece(piece, &magnitude);
         if (best > top) {
             total *= power((top - best) * rate);
             top = best;
-            piece = at;
+            found = at;
         }
-        if (rate == 0.0f || !isfinite(top)) continue;
-        for (size_t i = end; i < end + PIECE; i += 16) __builtin_prefetch(x + i, 0, 2);
-#pragma omp simd reduction(+ : sum)
-        for (size_t i = at; i < end; i++) sum += power_or_tiny((x[i] - top) * rate);
-        total += sum;
+        if (rate != 0.0f && isfinite(top)) total += mass_of_piece(piece, top, rate);
     }
-    while (piece + 1 < vocab && x[piece] != top) piece++;
-    *place = (int64_t)piece;
+    while (found + 1 < vocab && x[found] != top) found++;
+    *place = (int64_t)found;
     if (magnitude > 0x7f800000) top = NAN;
     *mass = rate != 0.0f && isfinite(top) ? total : 1.0;
     return top;
@@ -114,27 +152,45 @@ void specwire_token(const float *x, size_t stride, size_t vocab, const int64_t *
     }
 }
 
-/* Block verification of n blocks (as in `specwire_token`, with tops and masses known, and q as in `specwire_draw`):
- * Sun et al. 2024, Algorithm 2. `joint` is the chance that a prefix is kept whole, the product of min(1, .) of p / q;
- * a prefix that goes on is also given up for what the residual max(joint p - q, 0) after it is worth. The longest
- * prefix that its own draw keeps is kept; `scale` is then its joint. */
+/* Whether a prefix that ends behind row r can be kept, after one with this `joint`: no p exceeds 1. */
+static int can_go_on(size_t r, size_t end, double joint, const double *drawn, const double *uniform) {
+    for (; r < end; r++, drawn++) {
+        joint /= *drawn;
+        if (joint > 1.0) joint = 1.0;
+        if (uniform[r] < joint) return 1;
+    }
+    return 0;
+}
+
+/* Block verification of n blocks (as in `specwire_token`, with q as in `specwire_draw`): Sun et al. 2024,
+ * Algorithm 2. `joint` is the chance that a prefix is kept whole, the product of min(1, .) of p / q; a prefix that
+ * goes on is also given up for what the residual max(joint p - q, 0) after it is worth. The longest prefix that its
+ * own draw keeps is kept; `scale` is then its joint. Top and mass are given of the rows that are read: those that
+ * cannot change any more what is kept are not. */
 void specwire_block(const float *x, size_t stride, size_t vocab, const int64_t *rows, size_t n, const int64_t *first,
                     const int64_t *drafted, const double *drawn, const int64_t *offsets, const int64_t *ids,
-                    const double *q, const double *uniform, const float *rate, const float *top, const double *mass,
+                    const double *q, const double *uniform, const float *rate, float *top, double *mass,
                     int64_t *num_accepted, double *scale, int threads) {
-    (void)vocab, (void)threads;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (n > 1)
     for (size_t b = 0; b < n; b++) {
+        const size_t bonus = (size_t)first[b + 1] - 1;
+        size_t unread = (size_t)first[b];
+        int64_t place;
         double joint = 1.0;
         num_accepted[b] = 0;
         scale[b] = 1.0;
-        for (size_t r = (size_t)first[b]; (int64_t)r + 1 < first[b + 1]; r++) {
+        for (size_t r = (size_t)first[b]; r < bonus && can_go_on(r, bonus, joint, drawn + r - b, uniform); r++) {
             const size_t token = r - b;
-            const float *row = x + (size_t)rows[r] * stride;
+            const float *row = x + (size_t)rows[r] * stride, *next = x + (size_t)rows[r + 1] * stride;
+            for (; unread <= r; unread++)
+                top[unread] = read_row(row, vocab, rate[unread], &place, mass + unread);
             joint *= share_of(row, top[r], rate[r], mass[r], drafted[token]) / drawn[token];
             if (joint > 1.0) joint = 1.0;
+            if (!(uniform[r] < joint)) continue; /* what the residual is worth only lowers the chance */
             double kept = joint;
-            if ((int64_t)r + 2 < first[b + 1]) {
-                const float *next = x + (size_t)rows[r + 1] * stride;
+            if (r + 1 < bonus) {
+                for (; unread <= r + 1; unread++)
+                    top[unread] = read_row(next, vocab, rate[unread], &place, mass + unread);
                 double rest = joint;
                 for (int64_t i = offsets[token + 1]; i < offsets[token + 2]; i++) {
                     const double p = joint * share_of(next, top[r + 1], rate[r + 1], mass[r + 1], ids[i]);
@@ -147,6 +203,10 @@ void specwire_block(const float *x, size_t stride, size_t vocab, const int64_t *
                 scale[b] = joint;
             }
         }
+        const size_t decisive = (size_t)(first[b] + num_accepted[b]);
+        if (decisive >= unread)
+            top[decisive] = read_row(x + (size_t)rows[decisive] * stride, vocab, rate[decisive], &place,
+                                     mass + decisive);
     }
 }
 
@@ -170,9 +230,13 @@ static double weigh(const residual *r, size_t at, size_t *next, float *w) {
         *weight -= (float)r->q[*next];
         if (!(*weight > 0.0f)) *weight = 0.0f;
     }
-    double sum = 0.0;
+    for (size_t i = len; i < PIECE; i++) w[i] = 0.0f;
+    double sums[GROUP] = {0}, sum = 0.0;
+    for (size_t i = 0; i < PIECE; i += GROUP)
+#pragma omp simd
+        for (size_t j = 0; j < GROUP; j++) sums[j] += w[i + j];
 #pragma omp simd reduction(+ : sum)
-    for (size_t i = 0; i < len; i++) sum += w[i];
+    for (size_t j = 0; j < GROUP; j++) sum += sums[j];
     return sum;
 }
 
@@ -384,6 +448,33 @@ static void look_into(const float *x, size_t vocab, float top, float rate, uint6
     }
 }
 
+/* `open_uniform` of DRAWS blocks from `from` on, side by side. */
+static void draw_blocks(uint64_t seed, uint64_t position, uint32_t from, double uniform[DRAWS]) {
+    uint32_t c0[DRAWS], c1[DRAWS], c2[DRAWS], c3[DRAWS];
+    for (uint32_t i = 0; i < DRAWS; i++) {
+        c0[i] = (uint32_t)position;
+        c1[i] = from + i;
+        c2[i] = COUPLED;
+        c3[i] = (uint32_t)(position >> 32);
+    }
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+#pragma omp simd
+        for (uint32_t i = 0; i < DRAWS; i++) {
+            const uint64_t a = (uint64_t)c0[i] * 0xD2511F53u, b = (uint64_t)c2[i] * 0xCD9E8D57u;
+            c0[i] = (uint32_t)(b >> 32) ^ c1[i] ^ k0;
+            c1[i] = (uint32_t)b;
+            c2[i] = (uint32_t)(a >> 32) ^ c3[i] ^ k1;
+            c3[i] = (uint32_t)a;
+        }
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+#pragma omp simd
+    for (uint32_t i = 0; i < DRAWS; i++)
+        uniform[i] = ((double)(((uint64_t)c1[i] << 32 | c0[i]) >> 11) + 0.5) * 0x1p-53;
+}
+
 /* The id with the smallest noise / weight of one row. */
 static int64_t coupled_choice(const float *x, size_t vocab, float top, int64_t likeliest, float rate, uint64_t seed,
                               uint64_t position) {
@@ -393,16 +484,25 @@ static int64_t coupled_choice(const float *x, size_t vocab, float top, int64_t l
     philox(seed, position, COUPLED, (uint32_t)first, words);
     look_into(x, vocab, top, rate, seed, position, first, -log(open_uniform(words)) / BLOCK,
               words[2] % BLOCK, &best);
-    for (size_t block = 0; block < num_blocks; block++) {
-        const size_t at = block * BLOCK, end = at + BLOCK < vocab ? at + BLOCK : vocab;
-        const double weight = power((largest_of(x, at, end) - top) * rate);
-        if (block == first || !(weight > 0.0)) continue;
-        philox(seed, position, COUPLED, (uint32_t)block, words);
-        const double uniform = open_uniform(words);
-        /* Its smallest ratio is -log(uniform) / (32 weight), and -log(u) >= 1 - u. */
-        if (1.0 - uniform > best.ratio * weight * BLOCK) continue;
-        look_into(x, vocab, top, rate, seed, position, block, -log(uniform) / BLOCK,
-                  words[2] % BLOCK, &best);
+    for (size_t from = 0; from < num_blocks; from += DRAWS) {
+        const size_t num = from + DRAWS < num_blocks ? DRAWS : num_blocks - from;
+        float weight[DRAWS];
+        double uniform[DRAWS];
+        for (size_t i = 0; i < num; i++) {
+            const size_t at = (from + i) * BLOCK, end = at + BLOCK < vocab ? at + BLOCK : vocab;
+            weight[i] = largest_of(x, at, end);
+        }
+#pragma omp simd
+        for (size_t i = 0; i < num; i++) weight[i] = power((weight[i] - top) * rate);
+        draw_blocks(seed, position, (uint32_t)from, uniform);
+        for (size_t i = 0; i < num; i++) {
+            /* Its smallest ratio is -log(uniform) / (32 weight), and -log(u) >= 1 - u. */
+            if (1.0 - uniform[i] > best.ratio * weight[i] * BLOCK) continue;
+            if (from + i == first || !(weight[i] > 0.0f)) continue;
+            philox(seed, position, COUPLED, (uint32_t)(from + i), words);
+            look_into(x, vocab, top, rate, seed, position, from + i, -log(uniform[i]) / BLOCK,
+                      words[2] % BLOCK, &best);
+        }
     }
     return best.id;
 }

@@ -25,8 +25,16 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from cloud_verifier.benchmarks.report import Spread, write_report
-from cloud_verifier.benchmarks.siblings import JudgedRound, guess_table, pass_times, shown, sibling_table
+from cloud_verifier.benchmarks.siblings import (
+    JudgedRound,
+    foreseen_table,
+    guess_table,
+    pass_times,
+    shown,
+    sibling_table,
+)
 from cloud_verifier.cli import prepare_threads
+from cloud_verifier.drafts.precisions import Q4_EXACT
 from cloud_verifier.siblings import row_price
 from cloud_verifier.target_model import Segment, TargetModel
 from cloud_verifier.verification import VERIFICATIONS, BlockInput, judge
@@ -100,6 +108,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for seed, prompt in enumerate(prompts):
                 rounds[rule][k] += pair.write(prompt, rule, k, options.max_tokens, seed)
                 progress.advance(task)
+        task = progress.add_task("default draft", total=len(prompts))
+        default = Pair(DraftModel.load(builtin_draft(Q4_EXACT)), pair.target)
+        by_draft = {options.precision: rounds["block"].get(SIBLINGS_K, []), Q4_EXACT: []}
+        for seed, prompt in enumerate(prompts):
+            by_draft[Q4_EXACT] += default.write(prompt, "block", SIBLINGS_K, options.max_tokens, seed)
+            progress.advance(task)
         task = progress.add_task("codecs", total=len(TEMPERATURES) * 2)
         rates: dict[str, Any] = {}
         spread = np.linspace(0, len(drafted) - 1, min(options.codec_positions, len(drafted))).astype(int)
@@ -126,6 +140,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             rule: sibling_table(by_k[SIBLINGS_K], times, price)
             for rule, by_k in rounds.items()
             if SIBLINGS_K in by_k
+        },
+        "siblings_foreseen": {
+            precision: foreseen_table(written) for precision, written in by_draft.items() if written
         },
         "correction_guessed": {
             rule: {str(k): guess_table(result) for k, result in by_k.items()} for rule, by_k in rounds.items()
@@ -398,6 +415,14 @@ def _show(report: dict[str, Any]) -> None:
     table = Table("choice", "leaves", "tokens a round", "more %", "pass ms", "target tokens/s", title=title)
     for name, numbers in shown(report["siblings"]):
         table.add_row(name, *numbers)
+    console.print(table)
+    foreseen = report["siblings_foreseen"]
+    title = f"`block`, K={SIBLINGS_K}: tokens a round from siblings, expected / counted"
+    table = Table("draft", *next(iter(foreseen.values())), title=title)
+    for precision, by_choice in foreseen.items():
+        table.add_row(
+            precision, *(f"{line['expected']:.3f} / {line['counted']:.3f}" for line in by_choice.values())
+        )
     console.print(table)
     table = Table("16 blocks of 8", *next(iter(report["judge_ms"].values())), title="judging, milliseconds")
     for name, by_threads in report["judge_ms"].items():

@@ -101,6 +101,22 @@ def _tried(rule: SiblingRule, rounds: Sequence[JudgedRound], times: dict[int, fl
     }
 
 
+def foreseen_table(rounds: Sequence[JudgedRound]) -> dict[str, dict[str, float]]:
+    """By choice: tokens a round that its siblings were expected to bring, and that they would have."""
+    out = {}
+    for most in FIXED:
+        expected, num_taken = 0.0, 0
+        for block in rounds:
+            rows, chances = correction_chances(block.q, block.tokens)
+            siblings = SiblingRule(most).choose(block.q, block.tokens, MOST, len(block.tokens))
+            entries = zip(rows.tolist(), block.q.ids.tolist(), chances.tolist(), strict=True)
+            expected += sum(chance for row, token, chance in entries if (row, token) in siblings)
+            num_taken += (block.num_accepted, block.recovered) in siblings
+        num = max(len(rounds), 1)
+        out[f"{most} a position"] = {"expected": expected / num, "counted": num_taken / num}
+    return out
+
+
 def guess_table(rounds: Sequence[JudgedRound]) -> dict[str, float]:
     """By number of guesses n: share of all rounds whose correction is among the n that q calls likeliest.
 

@@ -136,7 +136,7 @@ def judge(logits: torch.Tensor, blocks: Sequence[BlockInput]) -> list[BlockOutco
 
 def _sibling_taken(block: BlockInput, outcome: BlockOutcome) -> int:
     """Which of the siblings the recovered token is; -1: none."""
-    if outcome.fault is not None or outcome.num_accepted == len(block.tokens):
+    if not block.siblings or outcome.fault is not None or outcome.num_accepted == len(block.tokens):
         return -1
     recovered = (outcome.num_accepted, outcome.tokens[0])
     return block.siblings.index(recovered) if recovered in block.siblings else -1
@@ -165,7 +165,8 @@ def _judge_all(
     """
     outcomes: list[BlockOutcome | None] = [None] * len(blocks)
     groups: dict[tuple[str, bool, bool], list[int]] = {}
-    truncates = params_of([block.sampling for block in blocks]).truncates(logits.shape[1]).tolist()
+    params = params_of([block.sampling for block in blocks])
+    truncates = params.truncates(logits.shape[1]).tolist()
     for i, block in enumerate(blocks):
         try:
             rule = _effective_rule(block, logits.shape[1])
@@ -175,8 +176,10 @@ def _judge_all(
         alike = (rule, needs_history(block.sampling), rule != "greedy" and truncates[i])
         groups.setdefault(alike, []).append(i)
     for (rule, adjusts, _), members in groups.items():
-        chosen = [blocks[i] for i in members]
-        batch = pack(chosen, [row_starts[i] for i in members], with_draft=VERIFICATIONS[rule].needs_q)
+        chosen, starts = [blocks[i] for i in members], [row_starts[i] for i in members]
+        batch = pack(
+            chosen, starts, params.of_rows(np.array(members)), with_draft=VERIFICATIONS[rule].needs_q
+        )
         for i, outcome in zip(members, _judge_group(rule, adjusts, logits, chosen, batch), strict=True):
             outcomes[i] = outcome
     return [outcome for outcome in outcomes if outcome is not None]
@@ -189,27 +192,27 @@ def _judge_group(
     adjusted = adjust_logits(logits, batch, blocks) if adjusts else logits
     index = np.arange(len(batch.rows)) if adjusts else batch.rows
     greedy = rule == "greedy"
-    lazily = verification.sequential and not greedy
-    rows = Rows.read(adjusted, index, batch.params, weigh=verification.weighs, choose=greedy, lazily=lazily)
+    rows = Rows.read(
+        adjusted, index, batch.params, weigh=verification.weighs, choose=greedy, lazily=not greedy
+    )
     num_accepted, tokens = verification.judge(rows, batch)
-    # A NaN or +inf anywhere in a row shows in its maximum; -inf only forbids a token.
-    faulty_rows = ~torch.isfinite(rows.top)
-    block_of_row = torch.from_numpy(batch.block_of_row).to(logits.device)
-    if verification.sequential:
-        within = torch.from_numpy(batch.within).to(logits.device)
-        faulty_rows &= within <= num_accepted[block_of_row]
-    faulty = torch.zeros_like(num_accepted).index_add_(0, block_of_row, faulty_rows.to(num_accepted.dtype))
     # The one copy from the device.
-    host = torch.stack([num_accepted, tokens, faulty]).cpu().numpy()
-    logprobs = emitted_logprobs(logits, batch, blocks, host[0], host[1])
+    host = torch.cat([num_accepted, tokens, torch.isfinite(rows.top)]).cpu().numpy()
+    verdicts, finite = host[: 2 * len(blocks)].reshape(2, -1), host[2 * len(blocks) :]
+    # A NaN or +inf anywhere in a row shows in its maximum; -inf only forbids a token.
+    faulty = finite == 0
+    if verification.sequential:
+        faulty &= batch.within <= verdicts[0][batch.block_of_row]
+    at_fault = set(batch.block_of_row[faulty].tolist())
+    logprobs = emitted_logprobs(logits, batch, blocks, verdicts[0], verdicts[1])
     outcomes = []
     impossible = _impossible_tokens(batch)
-    for i, (block, kept, token, bad) in enumerate(zip(blocks, *host.tolist(), strict=True)):
-        if bad:
+    for i, (block, kept, token) in enumerate(zip(blocks, *verdicts.tolist(), strict=True)):
+        if i in at_fault:
             outcomes.append(BlockOutcome(0, (), fault=_not_finite()))
             continue
         if i in impossible:
-            outcomes.append(BlockOutcome(0, (), fault=_impossible(impossible[i])))
+            outcomes.append(BlockOutcome(0, (), fault=_impossible(block, impossible[i])))
             continue
         beyond = () if block.more and kept == len(block.tokens) and block.tokens else (token,)
         outcomes.append(BlockOutcome(kept, beyond, logprobs=logprobs[i]))
@@ -228,31 +231,37 @@ def _effective_rule(block: BlockInput, vocab_size: int) -> str:
         )
     if is_greedy(block.sampling) and not is_lossy(block.rule, block.sampling):
         return "greedy"
-    offsets = block.q.offsets if block.q is not None else np.zeros(1, np.int64)
-    carried = offsets[1:] > offsets[:-1]
-    if num_drafted and verification.needs_q and not (len(carried) == num_drafted and carried.all()):
-        raise SpecwireError(
-            FaultKind.BAD_PAYLOAD,
-            f"{block.rule} verification of {num_drafted} tokens needs as many distributions, "
-            f"got {int(carried.sum())}.",
-            "Choose a codec that carries distributions, or greedy verification.",
-        )
+    num_rows = block.q.num_rows if block.q is not None else 0
+    if num_drafted and verification.needs_q and num_rows != num_drafted:
+        raise _too_few_distributions(block)
     return block.rule
 
 
 def _impossible_tokens(batch: Batch) -> dict[int, int]:
-    """Block -> a token of it that cannot have been drawn from the q sent with it."""
+    """Block -> a token of it that cannot have been drawn from the q sent with it, if any was."""
     if batch.draft is None:
         return {}
     at_fault = np.flatnonzero(batch.draft.drawn <= 0)
     return dict(zip(batch.block_of_token[at_fault].tolist(), batch.tokens[at_fault].tolist(), strict=True))
 
 
-def _impossible(token: int) -> SpecwireError:
+def _impossible(block: BlockInput, token: int) -> SpecwireError:
+    if block.q is None or not np.diff(block.q.offsets).all():
+        return _too_few_distributions(block)
     return SpecwireError(
         FaultKind.BAD_TOKENS,
         f"Drafted token {token} has probability 0 in the distribution that was sent with it.",
         "Sample the draft from what the codec's bytes decode to.",
+    )
+
+
+def _too_few_distributions(block: BlockInput) -> SpecwireError:
+    num_carried = np.count_nonzero(np.diff(block.q.offsets)) if block.q is not None else 0
+    return SpecwireError(
+        FaultKind.BAD_PAYLOAD,
+        f"{block.rule} verification of {len(block.tokens)} tokens needs as many distributions, "
+        f"got {num_carried}.",
+        "Choose a codec that carries distributions, or greedy verification.",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -46,7 +47,6 @@ class Batch:
         tokens: int64 [N].
         token_rows: int64 [N], the row (index into `rows`) that judges each token.
         token_places: int64 [N], place of each token in a padded [B, max K] array, flattened.
-        more: bool [B].
         params: of every row.
         fused_weight: float64 [B].
         draft: q of every drafted token; None for rules that need none.
@@ -61,7 +61,6 @@ class Batch:
     tokens: NDArray[np.int64]
     token_rows: NDArray[np.int64]
     token_places: NDArray[np.int64]
-    more: NDArray[np.bool_]
     params: RowParams
     fused_weight: NDArray[np.float64]
     draft: DraftProbs | None
@@ -109,8 +108,10 @@ class Batch:
         return out.view(self.num_blocks, self.max_drafted)
 
 
-def pack(blocks: Sequence[BlockInput], row_starts: Sequence[int], *, with_draft: bool) -> Batch:
-    """Metadata of `blocks`, whose rows of logits begin at `row_starts`, and their q if wanted."""
+def pack(
+    blocks: Sequence[BlockInput], row_starts: Sequence[int], params: RowParams, *, with_draft: bool
+) -> Batch:
+    """`blocks`, whose rows of logits begin at `row_starts`, with their parameters, and their q if wanted."""
     num_drafted = np.array([len(b.tokens) for b in blocks], np.int64)
     num_rows = num_drafted + 1
     starts = np.cumsum(num_rows) - num_rows
@@ -119,7 +120,7 @@ def pack(blocks: Sequence[BlockInput], row_starts: Sequence[int], *, with_draft:
     is_token = within < num_drafted[block_of_row]
     samplings = [b.sampling for b in blocks]
     bases = np.array([b.base_len for b in blocks], np.int64)[block_of_row]
-    tokens = np.array([t for b in blocks for t in b.tokens], np.int64)
+    tokens = np.fromiter(chain.from_iterable([b.tokens for b in blocks]), np.int64)
     return Batch(
         rows=np.array(row_starts, np.int64)[block_of_row] + within,
         block_of_row=block_of_row,
@@ -130,8 +131,7 @@ def pack(blocks: Sequence[BlockInput], row_starts: Sequence[int], *, with_draft:
         tokens=tokens,
         token_rows=np.flatnonzero(is_token),
         token_places=(block_of_row * int(num_drafted.max(initial=0)) + within)[is_token],
-        more=np.array([b.more for b in blocks], np.bool_),
-        params=params_of(samplings).of_rows(block_of_row),
+        params=params.of_rows(block_of_row),
         fused_weight=np.array([s.fused_weight for s in samplings], np.float64),
         draft=_pack_draft(blocks, tokens) if with_draft else None,
         _keys=(

@@ -6,7 +6,7 @@ import torch
 
 from cloud_verifier.verification.batch import Batch, DraftProbs
 from cloud_verifier.verification.rows import Rows
-from cloud_verifier.verification.sampling import draw_decisive
+from cloud_verifier.verification.sampling import draw_decisive, draw_natively
 from cloud_verifier.verification.target_probs import TargetProbs
 from shared.randomness import Purpose
 
@@ -17,15 +17,14 @@ def judge_block(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     (num_accepted [B], recovered or bonus token [B]); see `Rule`.
     """
     draft = batch.need_draft()
-    target = TargetProbs(rows)
-    if rows.kernel is not None and target.sparse is None:
+    if rows.kernel is not None and rows.unread:
         draws = batch.uniforms(Purpose.ACCEPT)
         kept, scale = rows.kernel.block(
             rows.logits, rows.index, batch.blocks, draft.drawn, draft.entries, draws, *rows.on_host()
         )
-        num_accepted, scale_of_kept = torch.from_numpy(kept), torch.from_numpy(scale)
-    else:
-        num_accepted, scale_of_kept = _judge(target, batch, draft)
+        return torch.from_numpy(kept), draw_natively(rows.kernel, rows, batch, kept, scale)
+    target = TargetProbs(rows)
+    num_accepted, scale_of_kept = _judge(target, batch, draft)
     return num_accepted, draw_decisive(target, batch, num_accepted, scale=scale_of_kept)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from cloud_verifier.verification.batch import Batch
 from cloud_verifier.verification.rows import Rows
-from cloud_verifier.verification.sampling import draw_decisive
+from cloud_verifier.verification.sampling import draw_decisive, draw_natively
 from cloud_verifier.verification.target_probs import TargetProbs
 from shared.randomness import Purpose
 
@@ -31,15 +31,15 @@ def judge_fused(rows: Rows, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _judge(rows: Rows, batch: Batch, fused_weight: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
     drawn, uniforms = batch.need_draft().drawn, batch.uniforms(Purpose.ACCEPT)
-    target = TargetProbs(rows)
     if rows.kernel is not None and rows.unread:
         weight = np.zeros(batch.num_blocks) if fused_weight is None else fused_weight
         kept = rows.kernel.token(
             rows.logits, rows.index, batch.blocks, drawn, uniforms, weight, *rows.on_host()
         )
-        num_accepted = torch.from_numpy(kept)
-    else:
-        num_accepted = _num_accepted(target, batch, drawn, uniforms, fused_weight)
+        tokens = draw_natively(rows.kernel, rows, batch, kept, np.ones(batch.num_blocks))
+        return torch.from_numpy(kept), tokens
+    target = TargetProbs(rows)
+    num_accepted = _num_accepted(target, batch, drawn, uniforms, fused_weight)
     return num_accepted, draw_decisive(target, batch, num_accepted)
 
 

@@ -25,6 +25,7 @@ class Rows:
         mass: float64 [R], sum of exp((logits - top) / temperature); 1 in rows of which nobody needs it.
         choice: int64 [R], the lowest id of the largest logit; of rows that are not finite, any.
         params: of every row.
+        truncated: whether top-k, top-p, min-p or greedy sampling takes tokens from some of them.
         kernel: reads such rows faster than torch does; None where there is none.
         unread: the kernel's form of the rule is still to write `top` and `mass` of the rows that it looks at;
             those of the others are 0 and 1.
@@ -36,6 +37,7 @@ class Rows:
     mass: torch.Tensor
     choice: torch.Tensor
     params: RowParams
+    truncated: bool
     kernel: RowKernel | None
     unread: bool = False
 
@@ -77,11 +79,12 @@ class Rows:
             choose: whether it needs `choice`; zeros are given otherwise where it is not free.
         """
         kernel = kernel_for(logits)
-        weighed = params.weighed(logits.shape[1], plain=weigh)
-        if kernel is not None and lazily and not params.truncates(logits.shape[1]).any():
+        truncated = bool(params.truncates(logits.shape[1]).any())
+        if kernel is not None and lazily and not truncated:
             num = len(index)
             nothing = (torch.zeros(num), torch.ones(num, dtype=torch.float64), torch.zeros(num).long())
-            return cls(logits, index, *nothing, params, kernel, unread=True)
+            return cls(logits, index, *nothing, params, truncated, kernel, unread=True)
+        weighed = params.weighed(logits.shape[1], plain=weigh)
         if kernel is not None:
             rate = np.where(weighed, params.rate(), np.float32(0))
             top, choice, mass = kernel.summary(logits, index, rate)
@@ -92,7 +95,7 @@ class Rows:
             top_ = logits.amax(dim=1).float()
             choice_ = row_choice(logits) if choose else torch.zeros_like(top_, dtype=torch.int64)
             found = (top_, _masses(logits, top_, params, weighed), choice_)
-        return cls(logits, index, *found, params, kernel)
+        return cls(logits, index, *found, params, truncated, kernel)
 
     @staticmethod
     def _are_all(logits: torch.Tensor, index: NDArray[np.int64]) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cloud_verifier.native_rows import RowKernel
+from cloud_verifier.native_rows import Doubles, Ints, RowKernel
 from cloud_verifier.verification.batch import Batch
 from cloud_verifier.verification.rows import Rows
 from cloud_verifier.verification.target_probs import TargetProbs
@@ -46,8 +46,6 @@ def draw_decisive(
         num_accepted: [B].
         scale: float64 [B], what p is multiplied by before q is taken off; 1 when None.
     """
-    if target.sparse is None and target.rows.kernel is not None:
-        return _draw_natively(target.rows.kernel, target.rows, batch, num_accepted, scale)
     device = num_accepted.device
     draft = batch.need_draft()
     # [B]: the row that judges the first rejected token, or the bonus row
@@ -70,6 +68,21 @@ def draw_decisive(
     )
     draw = _draw_plain if target.sparse is None else _draw_sparse
     return draw(target, residuals)
+
+
+def draw_natively(kernel: RowKernel, rows: Rows, batch: Batch, kept: Ints, scale: Doubles) -> torch.Tensor:
+    """`draw_decisive` by the compiled functions, from rows that nothing truncates; kept is num_accepted."""
+    tokens = kernel.draw(
+        rows.logits,
+        rows.index,
+        batch.blocks.first,
+        kept,
+        scale,
+        batch.need_draft().entries,
+        *rows.on_host(),
+        batch.uniforms(Purpose.SAMPLE),
+    )
+    return torch.from_numpy(tokens)
 
 
 def _draw_plain(target: TargetProbs, residuals: Residuals) -> torch.Tensor:
@@ -122,23 +135,6 @@ def sample_rows(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
     # Only a row of NaN reaches the end; its block is faulted.
     return index.clamp_(max=weights.shape[1] - 1)
-
-
-def _draw_natively(
-    kernel: RowKernel, rows: Rows, batch: Batch, num_accepted: torch.Tensor, scale: torch.Tensor | None
-) -> torch.Tensor:
-    draft = batch.need_draft()
-    tokens = kernel.draw(
-        rows.logits,
-        rows.index,
-        batch.blocks.first,
-        num_accepted.numpy(),
-        np.ones(batch.num_blocks) if scale is None else scale.numpy(),
-        draft.entries,
-        *rows.on_host(),
-        batch.uniforms(Purpose.SAMPLE),
-    )
-    return torch.from_numpy(tokens)
 
 
 def _entries_of(sparse: SparseRows, rows: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

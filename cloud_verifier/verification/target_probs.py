@@ -27,7 +27,7 @@ class TargetProbs:
         self.sparse: SparseRows | None = None
         self._index = rows.device_index()
         self._temperature = torch.from_numpy(params.temperature).to(rows.device)
-        if params.truncates(rows.vocab_size).any():
+        if rows.truncated:
             self.sparse = _truncated(rows)
             self._keys = self.sparse.rows * rows.vocab_size + self.sparse.ids
 

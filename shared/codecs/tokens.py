@@ -13,15 +13,14 @@ from shared.codecs.base import Budget, Distributions, Row, bad_payload
 
 @dataclass(frozen=True, slots=True)
 class TokensCodec:
-    """Its payload is empty, and decodes to rows without entries."""
+    """Its payload is empty, and decodes to rows without entries; the edge's own hold the likeliest token."""
 
     name: str
     carries_q: bool = False
 
     def quantise(self, probs: NDArray[np.float32], budget: Budget | None = None) -> Row:
-        ids = np.flatnonzero(probs).astype(np.int32)
-        weights = probs[ids].astype(np.float64)
-        return Row(ids, weights, float(weights.sum()))
+        # What is sampled from it is greedy; `coupled` chooses without it.
+        return Row(np.array([probs.argmax()], np.int32), np.ones(1), 1.0)
 
     def encode(self, rows: Sequence[Row], vocab_size: int) -> bytes:
         return b""

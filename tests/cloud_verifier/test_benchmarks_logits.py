@@ -8,7 +8,14 @@ from cloud_verifier.benchmarks.logits import (
     _rate_distortion,
     _summary,
 )
-from cloud_verifier.benchmarks.siblings import JudgedRound, guess_table, pass_times, sibling_table
+from cloud_verifier.benchmarks.siblings import (
+    JudgedRound,
+    foreseen_table,
+    guess_table,
+    pass_times,
+    sibling_table,
+)
+from cloud_verifier.siblings import _DOUBT
 from cloud_verifier.target_model import TargetModel
 from edge_client.draft_model import DraftModel
 from shared.codecs import CODECS, Row
@@ -73,6 +80,10 @@ def test_siblings_are_counted_on_rounds_that_had_none():
     assert table["1 a position"]["pass_ms"] == 32.0
     assert table["8 a position"]["tokens_per_round"] == 9 / 4
     assert table["8 a position"]["more_tokens_percent"] == pytest.approx(200 / 7)
+    foreseen = foreseen_table(rounds)
+    assert [line["counted"] for line in foreseen.values()] == [1 / 4, 2 / 4, 2 / 4, 2 / 4]
+    first, second = 0.25 * 0.75, (1 - _DOUBT * 0.5) * 0.5 * 0.5  # the likeliest other one of either
+    assert foreseen["1 a position"]["expected"] == pytest.approx(_DOUBT * (first + second))
     # Only the other half of the first position's q is worth its row.
     assert table["auto"]["leaves_per_round"] < table["8 a position"]["leaves_per_round"]
 

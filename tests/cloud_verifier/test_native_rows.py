@@ -297,6 +297,11 @@ def test_nothing_depends_on_the_company_nor_on_the_threads(kernel):
     torch.set_num_threads(num_threads)
 
 
+def test_arrays_that_are_not_dense_are_refused(kernel):
+    with pytest.raises(TypeError, match="contiguous"):
+        kernel.summary(torch.zeros(4, 8), np.arange(4)[::2], np.zeros(2, np.float32))
+
+
 def test_other_formats_are_left_to_torch(kernel):
     assert kernel_for(torch.zeros(2, 8)) is kernel
     assert kernel_for(torch.zeros(2, 8, dtype=torch.bfloat16)) is None
