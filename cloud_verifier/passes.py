@@ -125,7 +125,8 @@ class PassRunner:
         # What follows the recovered token must fit the answer too.
         room = session.limit - len(session.committed) - 1
         q = _first_positions(step.q, len(work.drafted))
-        return replace(work, siblings=self._siblings.choose(q, work.drafted, most, room))
+        chosen = self._siblings.choose(q, work.drafted, most, room, session.doubt.share)
+        return replace(work, siblings=chosen)
 
     def _compute(self, ready: list[Piece]) -> list[tuple[list[Piece], _Result]]:
         """Forward and verification. When a pass fails each piece runs alone, so that only the one at fault
@@ -222,6 +223,9 @@ class PassRunner:
         if isinstance(message, DraftBlock):
             lossy = is_lossy(session.request.verification, session.sampling)
             reply = verdict = session.commit_verdict(message, outcome, timing, lossy)
+            if self._siblings is not None and step.q is not None and work.drafted:
+                q = _first_positions(step.q, len(work.drafted))
+                session.doubt.add(q, work.drafted, outcome.num_accepted)
             continues = message.more and verdict.num_accepted == len(message.tokens)
         else:
             reply = session.commit_generated(step, outcome, timing)

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from cloud_verifier.admission import check_rule
+from cloud_verifier.siblings import Doubt
 from cloud_verifier.verification import BlockOutcome
 from shared.codecs.base import Distributions
 from shared.faults import FaultKind, SpecwireError
@@ -67,7 +68,8 @@ class Session:
 
     `last_used` is when the client or the model last moved the session; `waiting_since` is when the first
     token of the current answer was asked for, and `emitted_at` when its newest token left (0: none yet).
-    `matched` is the version of the prefix cache that this session has looked its prefix up in.
+    `matched` is the version of the prefix cache that this session has looked its prefix up in; `doubt` is
+    what its blocks have taught of its draft.
     """
 
     session_id: str
@@ -91,6 +93,7 @@ class Session:
     waiting_since: float = 0.0
     emitted_at: float = 0.0
     matched: int = -1
+    doubt: Doubt = field(default_factory=Doubt)
 
     @property
     def kv_len(self) -> int:

@@ -2,8 +2,9 @@
 
 A sibling stands in the place of a drafted token, as a leaf of the same pass. If the token that corrects
 the first rejection is one, the logits after it are there already, and one token more comes out of the
-round for no byte on the wire. Which tokens are added depends on the block and its q alone, never on the
-load or on how long passes happen to take: so the same seed gives the same text alone and in any company.
+round for no byte on the wire. Which tokens are added depends on the session's own blocks and their q alone,
+never on the load or on how long passes happen to take: so the same seed gives the same text alone and in any
+company.
 """
 
 from __future__ import annotations
@@ -24,11 +25,7 @@ from cloud_verifier.pass_layout import Segment
 from shared.codecs.base import Distributions
 from shared.faults import FaultKind, SpecwireError
 
-# A drafted token x that is reached is rejected with about this times 1 - q(x), and y recovered with about
-# this times q(y) (1 - q(y)): a token that q overrates is rarely what p - q leaves. Measured with `block` on
-# an int4 draft of the built-in target. A draft that is nearly the target, as q4_exact is, is rejected more
-# rarely: its siblings bring a fraction of what is expected. `make bench-logits` counts both.
-_DOUBT = 0.45
+_DOUBT, _DOUBT_WEIGHT = 0.45, 4.0  # of a draft that nothing is known of: that of an int4 one, with `block`
 _LEAST_GAIN = 1e-3  # tokens; what brings less is not worth looking at, whatever it costs
 
 MOST = 8
@@ -46,6 +43,29 @@ class Forward(Protocol):
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor: ...
 
 
+@dataclass(slots=True)
+class Doubt:
+    """How often a session's drafted tokens are rejected, as a share of 1 - q(x) of those that were reached.
+
+    A drafted token x is then rejected with about `share` times 1 - q(x), and y recovered with about that
+    times q(y) (1 - q(y)): a token that q overrates is rarely what p - q leaves. The closer the draft is to
+    the target, the less it is.
+    """
+
+    expected: float = _DOUBT_WEIGHT
+    rejected: float = _DOUBT * _DOUBT_WEIGHT
+
+    @property
+    def share(self) -> float:
+        return min(self.rejected / self.expected, 1.0)
+
+    def add(self, q: Distributions, tokens: tuple[int, ...], num_accepted: int) -> None:
+        """A judged block of `tokens`, drawn from `q`."""
+        _, drawn, _ = _drawn(q, tokens)
+        self.expected += float((1.0 - drawn[: num_accepted + 1]).sum())
+        self.rejected += num_accepted < len(tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class SiblingRule:
     """How many siblings a block gets.
@@ -59,7 +79,7 @@ class SiblingRule:
     price: float = 0.0
 
     def choose(
-        self, q: Distributions, tokens: tuple[int, ...], most: int, room: int
+        self, q: Distributions, tokens: tuple[int, ...], most: int, room: int, doubt: float = _DOUBT
     ) -> tuple[tuple[int, int], ...]:
         """(i, token) of every sibling: `token` instead of the drafted token i.
 
@@ -67,8 +87,9 @@ class SiblingRule:
             q: what the K tokens were drawn from.
             most: siblings that the client allows for one token.
             room: only the first so many drafted tokens get any.
+            doubt: the session's `Doubt.share`.
         """
-        rows, gain = correction_chances(q, tokens)
+        rows, gain = correction_chances(q, tokens, doubt)
         worth = (gain >= max(self.price, _LEAST_GAIN)) & (rows < room)
         rows, ids, gain = rows[worth], q.ids[worth], gain[worth]
         order = np.lexsort((ids, -gain, rows))
@@ -78,17 +99,25 @@ class SiblingRule:
         return tuple(zip(rows[few].tolist(), ids[few].tolist(), strict=True))
 
 
-def correction_chances(
+def _drawn(
     q: Distributions, tokens: tuple[int, ...]
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """For every entry of q: its row, and about how likely it is what corrects the block's first rejection."""
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.bool_]]:
+    """The row of every entry of q, q(x) of the K drafted tokens, and which entries those are."""
     rows = np.repeat(np.arange(q.num_rows), np.diff(q.offsets))
     is_drafted = q.ids == np.array(tokens, np.int64)[rows]
     drawn = np.zeros(q.num_rows)
     drawn[rows[is_drafted]] = q.probs[is_drafted]
-    kept = np.cumprod(1.0 - _DOUBT * (1.0 - drawn))
+    return rows, drawn, is_drafted
+
+
+def correction_chances(
+    q: Distributions, tokens: tuple[int, ...], doubt: float = _DOUBT
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """For every entry of q: its row, and about how likely it is what corrects the block's first rejection."""
+    rows, drawn, is_drafted = _drawn(q, tokens)
+    kept = np.cumprod(1.0 - doubt * (1.0 - drawn))
     reached = np.concatenate(([1.0], kept[:-1]))
-    return rows, np.where(is_drafted, 0.0, _DOUBT * reached[rows] * q.probs * (1.0 - q.probs))
+    return rows, np.where(is_drafted, 0.0, doubt * reached[rows] * q.probs * (1.0 - q.probs))
 
 
 def parse_siblings(wanted: str) -> int | None:

@@ -152,6 +152,8 @@ class AutoController:
             self._known.add(done)
         else:
             self._known.cloud_step_s = self._pace.add(done.round_trip_s) or self._known.cloud_step_s
+            if self._pace.has_just_begun:
+                self._known.add_first_of_stretch(done)
         if done.since_last_s:
             saved = (1 + _TRYING) * _num_tokens(done) - done.since_last_s * self._cloud_speed()
             self._known.saved_tokens = min(self._known.saved_tokens + saved, _MAX_SAVED_TOKENS)

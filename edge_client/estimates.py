@@ -92,6 +92,11 @@ class Pace:
     def __init__(self) -> None:
         self._arrivals: list[float] = []
 
+    @property
+    def has_just_begun(self) -> bool:
+        """Whether the last token was the first of its stretch."""
+        return len(self._arrivals) == 1
+
     def add(self, since_asked_s: float) -> float:
         """Seconds a token so far; 0 while too few have come."""
         if self._arrivals and since_asked_s < self._arrivals[-1]:
@@ -189,6 +194,15 @@ class Estimates:
         if self._odd_in_a_row >= _UNLIKE:
             self.network, self._odd_in_a_row = Line(stiffness=_UPLINK_STIFFNESS), 0
         self.network.add(num_bytes, seconds)
+
+    def add_first_of_stretch(self, done: Round) -> None:
+        """The first token that the verifier writes alone: all that is heard of the network while nothing is
+        drafted. It may have waited for a prompt to be read, so it can only show a faster network."""
+        timing = done.timing
+        there_s = (timing.queue_us + timing.forward_us + timing.verification_us) / 1e6
+        network_s = max(done.round_trip_s - there_s, 0.0)
+        if self.network.known and network_s < self.network.at(0):
+            self._add_network(0, network_s)
 
     def network_s(self, num_tokens: float) -> float:
         """There and back, with a block of so many tokens."""

@@ -72,6 +72,7 @@ def _target(kind: str, target: Mapping[str, Any], round_trip_s: float) -> dict[s
         "arms": arms,
         "emulation_overrun": None if emulation is None else _overrun(samples, emulation),
         "ratios": (ratios := _ratios({name: arm["tokens_per_s"].median for name, arm in arms.items()})),
+        "later_ratios": _ratios({name: arm["later_tokens_per_s"].median for name, arm in arms.items()}),
         "auto_by_answer": _by_answer(samples, ratios.get("best_fixed")),
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_verifier.siblings import MOST, SiblingRule, correction_chances
+from cloud_verifier.siblings import MOST, Doubt, SiblingRule, correction_chances
 from cloud_verifier.target_model import Segment, TargetModel
 from shared.codecs import Distributions, Row
 
@@ -81,9 +81,11 @@ def sibling_table(
 def _tried(rule: SiblingRule, rounds: Sequence[JudgedRound], times: dict[int, float]) -> dict[str, float]:
     num_leaves = num_taken = 0
     pass_ms = choose_s = 0.0
+    doubt = Doubt()  # as if all were one session
     for block in rounds:
         started = time.perf_counter()
-        siblings = rule.choose(block.q, block.tokens, MOST, len(block.tokens))
+        siblings = rule.choose(block.q, block.tokens, MOST, len(block.tokens), doubt.share)
+        doubt.add(block.q, block.tokens, block.num_accepted)
         choose_s += time.perf_counter() - started
         num_leaves += len(siblings)
         num_taken += (block.num_accepted, block.recovered) in siblings
@@ -105,10 +107,11 @@ def foreseen_table(rounds: Sequence[JudgedRound]) -> dict[str, dict[str, float]]
     """By choice: tokens a round that its siblings were expected to bring, and that they would have."""
     out = {}
     for most in FIXED:
-        expected, num_taken = 0.0, 0
+        expected, num_taken, doubt = 0.0, 0, Doubt()
         for block in rounds:
-            rows, chances = correction_chances(block.q, block.tokens)
-            siblings = SiblingRule(most).choose(block.q, block.tokens, MOST, len(block.tokens))
+            rows, chances = correction_chances(block.q, block.tokens, doubt.share)
+            siblings = SiblingRule(most).choose(block.q, block.tokens, MOST, len(block.tokens), doubt.share)
+            doubt.add(block.q, block.tokens, block.num_accepted)
             entries = zip(rows.tolist(), block.q.ids.tolist(), chances.tolist(), strict=True)
             expected += sum(chance for row, token, chance in entries if (row, token) in siblings)
             num_taken += (block.num_accepted, block.recovered) in siblings

@@ -170,6 +170,7 @@ def _sampling(fields: Fields) -> SamplingParams:
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
         logit_bias=_logit_bias(fields.take("logit_bias", {})),
         min_tokens=fields.integer("min_tokens", 0, 0, _MAX_TOKENS),
+        fused_weight=fields.number("fused_weight", 0.0, 0.0, 1.0),
     )
 
 

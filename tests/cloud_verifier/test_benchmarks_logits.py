@@ -15,7 +15,7 @@ from cloud_verifier.benchmarks.siblings import (
     pass_times,
     sibling_table,
 )
-from cloud_verifier.siblings import _DOUBT
+from cloud_verifier.siblings import Doubt
 from cloud_verifier.target_model import TargetModel
 from edge_client.draft_model import DraftModel
 from shared.codecs import CODECS, Row
@@ -82,8 +82,13 @@ def test_siblings_are_counted_on_rounds_that_had_none():
     assert table["8 a position"]["more_tokens_percent"] == pytest.approx(200 / 7)
     foreseen = foreseen_table(rounds)
     assert [line["counted"] for line in foreseen.values()] == [1 / 4, 2 / 4, 2 / 4, 2 / 4]
-    first, second = 0.25 * 0.75, (1 - _DOUBT * 0.5) * 0.5 * 0.5  # the likeliest other one of either
-    assert foreseen["1 a position"]["expected"] == pytest.approx(_DOUBT * (first + second))
+    doubt, shares = Doubt(), []
+    for block in rounds:
+        shares.append(doubt.share)
+        doubt.add(block.q, block.tokens, block.num_accepted)
+    # The likeliest other one of either position; the second is reached where the first was not rejected.
+    expected = [share * (0.25 * 0.75 + (1 - share * 0.5) * 0.5 * 0.5) for share in shares]
+    assert foreseen["1 a position"]["expected"] == pytest.approx(sum(expected) / len(rounds))
     # Only the other half of the first position's q is worth its row.
     assert table["auto"]["leaves_per_round"] < table["8 a position"]["leaves_per_round"]
 

@@ -12,7 +12,7 @@ from verifier_support import Alone, Client, prompts, request, running
 
 from cloud_verifier.kv_pool import KvPool
 from cloud_verifier.metrics import Metrics
-from cloud_verifier.siblings import MOST, SiblingRule, parse_siblings, row_price, sibling_rule
+from cloud_verifier.siblings import MOST, Doubt, SiblingRule, parse_siblings, row_price, sibling_rule
 from cloud_verifier.target_model import TargetModel
 from shared.codecs import Distributions
 from shared.codecs.base import Row
@@ -51,6 +51,22 @@ def test_what_is_unlikely_to_be_reached_or_recovered_is_not_worth_its_price():
     # After two doubtful tokens the third is hardly ever reached.
     assert rule.choose(dist(unsure, unsure, unsure), (4, 4, 4), 8, 8) == ((0, 6),)
     assert SiblingRule(8, price=0.2).choose(dist(unsure), (4,), 8, 8) == ()
+
+
+def test_a_session_learns_how_far_its_draft_is_to_be_doubted():
+    doubt = Doubt()
+    before = doubt.share
+    for _ in range(40):
+        doubt.add(TWO, (3, 2), 2)  # 0.5 and 0.4 were expected to be rejected, at a doubt of 1
+    assert doubt.expected == pytest.approx(4 + 40 * 0.9)
+    assert doubt.share == pytest.approx(before * 4 / 40)
+    rule = SiblingRule(8, price=0.02)
+    assert rule.choose(TWO, (3, 2), 8, 8, before)
+    assert not rule.choose(TWO, (3, 2), 8, 8, doubt.share)
+    for _ in range(200):
+        doubt.add(TWO, (3, 2), 0)  # only the first was reached
+    assert doubt.expected == pytest.approx(40 + 200 * 0.5)
+    assert doubt.share == 1.0
 
 
 def test_places_without_room_and_rows_without_entries_get_none():

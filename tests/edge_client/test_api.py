@@ -862,3 +862,24 @@ async def num_sessions(address: str, at_most: int) -> int:
 async def read(stream) -> None:
     async for _ in stream:
         pass
+
+
+async def test_fused_verification_takes_its_weight_from_the_request(tiny_target, tiny_draft, url):
+    rules = ("--allow-verification", "token,fused")
+    with local_verifier("--target", str(tiny_target), "--dtype", "float32", *rules) as address:
+        settings = options(address, tiny_draft, verification="fused")
+        async with (
+            serving(settings, ServeConfig(port=0, model_alias=MODEL)) as fusing,
+            connected(fusing) as client,
+        ):
+            for weight, lossy in ((None, False), (0.0, False), (0.9, True)):
+                body = {} if weight is None else {"fused_weight": weight}
+                reply = await chat(client, temperature=1.0, extra_body=body)
+                report = reply.model_extra["specwire"]
+                assert report["lossy"] is lossy
+                assert report["lossy_because"] == (["verification"] if lossy else [])
+    async with connected(url) as client:
+        with pytest.raises(openai.BadRequestError, match="fused"):
+            await chat(client, temperature=1.0, extra_body={"fused_weight": 0.5})
+        with pytest.raises(openai.BadRequestError, match="fused_weight"):
+            await chat(client, extra_body={"fused_weight": 1.5})

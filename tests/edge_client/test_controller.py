@@ -159,6 +159,19 @@ def test_follows_a_link_that_changes():
     assert 6 / moved >= 0.85 * mean_speed(AutoController, far)
 
 
+def test_a_link_that_was_slow_for_a_moment_is_tried_again_soon():
+    link = LINKS["leo, big target"]
+    known = Estimates(link.round_trip, link.judge(4))
+    controller = AutoController(estimates=known)
+    speed(controller, link)
+    stalled = replace(link, round_trip=3.0)
+    speed(controller, stalled, num_tokens=300)
+    assert controller.plan().cloud_tokens
+    again = [speed(controller, link, num_tokens=64, seed=seed) for seed in range(8)]
+    assert controller.plan().ahead > 0
+    assert 8 / sum(1 / each for each in again) >= 1.5 * speed(FixedController(CLOUD), link)
+
+
 def test_what_one_answer_learnt_serves_the_next():
     link = LINKS["leo, big target"]
     known = Estimates(link.round_trip)
