@@ -18,7 +18,7 @@ from cloud_verifier.auth import Identity
 from cloud_verifier.kv_pool import KvPool
 from cloud_verifier.observer import Observer
 from cloud_verifier.prefix_cache import PrefixCache
-from cloud_verifier.sessions import Session, Sink, context_exceeded
+from cloud_verifier.sessions import REPLAY_WINDOW, Session, Sink, context_exceeded
 from shared.faults import FaultKind, SpecwireError
 from shared.messages import Append, FinishReason, Notice, NoticeKind, Open
 from shared.wire import ServerMessage
@@ -119,6 +119,7 @@ class Registry:
             sink=sink,
             last_used=now,
             waiting_since=now,
+            replay_window=max(REPLAY_WINDOW, self.limits.max_in_flight),
         )
         session.mark_ended()
         self._sessions[session.session_id] = session

@@ -39,7 +39,7 @@ from shared.messages import (
 from shared.wire import ServerMessage
 
 REPLAY_WINDOW = 16
-"""Steps whose verdicts are remembered; more than any client may have in flight."""
+"""Steps whose verdicts are remembered at least, and as many as a client may have in flight."""
 
 _WORTH_A_PASS = 8
 """So few unread tokens cost the first step next to nothing; a pass of their own would double its wait."""
@@ -94,6 +94,7 @@ class Session:
     emitted_at: float = 0.0
     matched: int = -1
     doubt: Doubt = field(default_factory=Doubt)
+    replay_window: int = REPLAY_WINDOW
 
     @property
     def kv_len(self) -> int:
@@ -131,7 +132,7 @@ class Session:
 
     def remember(self, step: int, reply: ServerMessage) -> None:
         self.answered[step] = reply
-        while len(self.answered) > REPLAY_WINDOW:
+        while len(self.answered) > self.replay_window:
             self.answered.popitem(last=False)
 
     def commit_verdict(
@@ -198,6 +199,7 @@ class Session:
         self.kept_row = None
         self.wants_prefill = True
         self.emitted_at = 0.0
+        self.doubt = Doubt()  # so that a new session writes the same after the same text
         return Tokens(message.step, self.epoch, (), len(self.committed), self.finish_reason)
 
     def check_step(self, message: DraftBlock | Append | Generate) -> None:
@@ -207,8 +209,9 @@ class Session:
             problem = f"came where step {self.next_step} was expected"
         elif message.epoch > self.epoch:
             problem = f"claims epoch {message.epoch}, but the session is in epoch {self.epoch}"
-        # A block of an older epoch is stale and not judged; an Append must never land elsewhere.
-        elif (message.epoch == self.epoch or isinstance(message, Append)) and (
+        # What is of an older epoch, or comes after the answer's end, is stale and not judged. An Append must
+        # never land elsewhere.
+        elif (self._is_current(message) or isinstance(message, Append)) and (
             message.base_len != len(self.committed)
         ):
             problem = f"follows {message.base_len} tokens, but {len(self.committed)} are committed"
@@ -219,6 +222,9 @@ class Session:
                 "Resume the session, or open a new one with the text so far.",
                 step=message.step,
             )
+
+    def _is_current(self, message: DraftBlock | Append | Generate) -> bool:
+        return message.epoch == self.epoch and self.finish_reason is FinishReason.NONE
 
     def stale_reply(self, message: DraftBlock | Generate) -> ServerMessage:
         """The answer to a block of an older epoch, or to anything after the answer has ended."""

@@ -87,9 +87,10 @@ class SiblingRule:
             q: what the K tokens were drawn from.
             most: siblings that the client allows for one token.
             room: only the first so many drafted tokens get any.
-            doubt: the session's `Doubt.share`.
+            doubt: the session's `Doubt.share`; a rule without a price goes by the usual one, and so chooses
+                the same on every verifier.
         """
-        rows, gain = correction_chances(q, tokens, doubt)
+        rows, gain = correction_chances(q, tokens, doubt if self.price else _DOUBT)
         worth = (gain >= max(self.price, _LEAST_GAIN)) & (rows < room)
         rows, ids, gain = rows[worth], q.ids[worth], gain[worth]
         order = np.lexsort((ids, -gain, rows))

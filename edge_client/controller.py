@@ -152,6 +152,7 @@ class AutoController:
             self._known.add(done)
         else:
             self._known.cloud_step_s = self._pace.add(done.round_trip_s) or self._known.cloud_step_s
+            self._before = None
             if self._pace.has_just_begun:
                 self._known.add_first_of_stretch(done)
         if done.since_last_s:
@@ -169,7 +170,7 @@ class AutoController:
     def _add_lateness(self, done: Round) -> None:
         """What a round took beyond its known parts, where these tell what it should have taken."""
         before, self._before = self._before, done
-        if before is None or done.prompt_s or not done.since_last_s:
+        if before is None or not self._known.enough or done.prompt_s or not done.since_last_s:
             return
         block = Pipeline(self._known).block(done.num_drafted, overlapping=done.num_before > 0)
         if done.num_before and before.more and before.num_accepted == before.num_drafted:

@@ -68,12 +68,14 @@ class Conversation:
 
     def _make_drafter(self) -> Drafter:
         settings = self._settings
+        codec = get_codec(settings.codec or DEFAULT_CODEC)
         return Drafter(
             self._model or NoModel(),
-            get_codec(settings.codec or DEFAULT_CODEC),
+            codec,
             settings.tokenizer.size,
             settings.eos_ids,
-            coupled=settings.verification == "coupled",
+            # Without q nobody can tell how a token was drawn, and payloads have nothing to draw it from.
+            coupled=settings.verification == "coupled" or not codec.carries_q,
         )
 
     def meet(self, description: Description) -> None:
@@ -300,13 +302,14 @@ class _Loop:
             plan = self._controller.plan()
             if not receiving.done() and await self._has_sent(plan):
                 continue
+            bridged = self._num_bridging > 0
             emission = await self._next_emission(receiving)
             if self._tally.finish is FinishReason.NONE:
                 receiving = self._receive()
             if emission is None:
                 continue
-            if self._num_bridging:
-                self._num_bridging -= 1
+            if bridged:
+                self._num_bridging = max(self._num_bridging - 1, 0)
             else:
                 self._controller.observe(emission.round)
             yield emission
@@ -325,15 +328,21 @@ class _Loop:
         if self._reading is None and not (plan.cloud_tokens or self._in_flight):
             num_unread = self._drafter.num_unread
             if self._allows_generate and self._drafter.room() and bridge.wants(num_unread, 0.0, 0):
-                self._read_from = num_unread, time.perf_counter()
-                self._reading = self._worker.submit(self._drafter.read, self._in_vain)
+                self._read_from = num_unread, 0.0
+                self._reading = self._worker.submit(self._read)
         return self._reading is not None and not self._reading.done()
+
+    def _read(self) -> tuple[int, float]:
+        # In the worker's thread, which may have had other work first.
+        self._read_from = self._read_from[0], time.perf_counter()
+        return self._drafter.read(self._in_vain)
 
     async def _has_bridged(self, bridge: Bridge) -> bool:
         """Asks for another token or, when none is under way, waits until all is read; False: neither."""
         num_unread, since = self._read_from
         base_len = len(self._drafter.sequence) + len(self._in_flight)
-        wants = bridge.wants(num_unread, time.perf_counter() - since, len(self._in_flight))
+        elapsed_s = time.perf_counter() - since if since else 0.0
+        wants = bridge.wants(num_unread, elapsed_s, len(self._in_flight))
         if wants and base_len < self._limit and self._has_room_in_flight():
             self._num_bridging += 1
             self._promised = False

@@ -63,6 +63,7 @@ def test_a_session_learns_how_far_its_draft_is_to_be_doubted():
     rule = SiblingRule(8, price=0.02)
     assert rule.choose(TWO, (3, 2), 8, 8, before)
     assert not rule.choose(TWO, (3, 2), 8, 8, doubt.share)
+    assert SiblingRule(8).choose(TWO, (3, 2), 8, 8, 1e-6)  # a fixed number is the same on every verifier
     for _ in range(200):
         doubt.add(TWO, (3, 2), 0)  # only the first was reached
     assert doubt.expected == pytest.approx(40 + 200 * 0.5)

@@ -114,6 +114,14 @@ async def test_an_answer_that_ends_before_the_prompt_is_read(target_model, draft
                 _, result = await collect(talk, max_new_tokens=12, plan=PLANS[0])
                 assert result.tokens == alone.tokens[: alone.tokens.index(eos) + 1]
                 assert result.finish_reason is FinishReason.STOP
+                # What was asked for beyond the end is void, and the session goes on.
+                session = talk._session
+                turn = (*talk.committed, *PROMPT)
+                _, second = await collect(talk, turn, max_new_tokens=6, plan=PLANS[0])
+                assert talk._session is session
+                await talk.reset()
+                _, afresh = await collect(talk, turn, max_new_tokens=6, plan=CLOUD)
+                assert second.tokens == afresh.tokens
 
 
 async def test_stopped_while_reading_the_conversation_stays_usable(target_model, draft_model):
