@@ -172,14 +172,18 @@ class AutoController:
         before, self._before = self._before, done
         if before is None or not self._known.enough or done.prompt_s or not done.since_last_s:
             return
-        block = Pipeline(self._known).block(done.num_drafted, overlapping=done.num_before > 0)
+        pipeline = Pipeline(self._known)
+        block = pipeline.block(done.num_drafted, overlapping=done.num_before > 0)
         if done.num_before and before.more and before.num_accepted == before.num_drafted:
-            mode, expected = self._known.overlapped, block.period(done.num_before)
+            late, expected = self._known.overlapped.late, block.period(done.num_before)
+        elif done.more and not done.num_before and before.num_accepted < before.num_drafted:
+            block = pipeline.block(done.num_drafted, overlapping=True)
+            late, expected = self._known.overlapped.late_anew, block.draft + block.latency
         elif not (done.more or done.num_before or before.more or before.num_before):
-            mode, expected = self._known.alone, block.draft + block.latency
+            late, expected = self._known.alone.late, block.draft + block.latency
         else:
             return
-        mode.late.add(min(done.since_last_s - expected, expected))
+        late.add(min(done.since_last_s - expected, expected))
 
     def explain(self) -> str:
         """Estimates and choice, for a person."""

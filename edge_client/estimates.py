@@ -159,6 +159,7 @@ class Mode:
     draft: Average = field(default_factory=Average)  # a drafted token, sampling and codec included
     judge: Line = field(default_factory=lambda: Line(_PASS_SHARE, _PASS_STIFFNESS))
     late: Average = field(default_factory=Average)  # a round, against what its known parts take
+    late_anew: Average = field(default_factory=Average)  # the same, of a first block after a rejection
 
 
 class Estimates:

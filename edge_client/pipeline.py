@@ -12,7 +12,8 @@ With K tokens a block, a_i the chance that token i is kept when those before it 
   which the pipeline starts anew, with a block of its own length f: by renewal, (A_f + 1 - P_f) +
   n (A + 1 - P) tokens in D_f + L_f + n p, where n = P_f / (1 - P) blocks follow the first on average;
 - every round takes longer than its parts, by as much as those before did: verdicts are read, messages sent,
-  and stages that take turns wait for each other where neither is much faster.
+  stages that take turns wait for each other where neither is much faster, and a step of the draft that is
+  under way when a rejection comes has to end first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from edge_client.estimates import Estimates
+from edge_client.estimates import Average, Estimates
 
 GUESSED_DRAFT_S = 0.01
 """A token, before one was drafted."""
@@ -65,6 +66,10 @@ class Durations:
         return max(self.draft, self.judged, self.uplink, (self.draft + self.latency) / (num_before + 1))
 
 
+def _late(seen: Average) -> float:
+    return max(seen.value, 0.0) if seen.known else _LATE_S
+
+
 @dataclass(frozen=True, slots=True)
 class _Stages:
     """Seconds of each stage; those with two figures are lines in the tokens of a block."""
@@ -74,6 +79,7 @@ class _Stages:
     network: tuple[float, float]
     uplink: float
     late: float
+    late_anew: float
 
     @classmethod
     def of(cls, known: Estimates, *, overlapping: bool, more: float) -> _Stages:
@@ -86,7 +92,8 @@ class _Stages:
             (scale * judge.at(1 + known.others.value) + known.queue.value, scale * judge.slope),
             (known.network_s(0), known.uplink_s + more),
             known.uplink_s + more,
-            max(mode.late.value, 0.0) if mode.late.known else _LATE_S,
+            _late(mode.late),
+            _late(mode.late_anew),
         )
 
     def block(self, k: int) -> Durations:
@@ -127,7 +134,7 @@ class Pipeline:
         period = self._ahead.block(k).period(ahead) + self._ahead.late
         num_following = run.whole[first_k] / max(1 - run.whole[k], 1e-9)
         num_tokens = run.brought(first_k) + num_following * run.brought(k)
-        return num_tokens / (first.draft + first.latency + self._ahead.late + num_following * period)
+        return num_tokens / (first.draft + first.latency + self._ahead.late_anew + num_following * period)
 
     def enough_ahead(self, k: int) -> int:
         """Blocks beyond the first that keep all stages busy, also when one takes longer than usual."""
