@@ -118,15 +118,21 @@ class PassRunner:
 
     def _with_siblings(self, work: Work) -> Work:
         """The work with what its session allows and the rule finds worth a row."""
-        session, step = work.session, work.step
-        most = session.request.num_siblings
-        if self._siblings is None or not most or step is None or step.q is None or not work.drafted:
+        session, q = work.session, self._q_for_siblings(work)
+        if self._siblings is None or q is None:
             return work
         # What follows the recovered token must fit the answer too.
         room = session.limit - len(session.committed) - 1
-        q = _first_positions(step.q, len(work.drafted))
-        chosen = self._siblings.choose(q, work.drafted, most, room, session.doubt.share)
-        return replace(work, siblings=chosen)
+        most, doubt = session.request.num_siblings, session.doubt.share
+        return replace(work, siblings=self._siblings.choose(q, work.drafted, most, room, doubt))
+
+    def _q_for_siblings(self, work: Work) -> Distributions | None:
+        """Of the drafted tokens that can still count; None where none may have siblings."""
+        step = work.step
+        wanted = self._siblings is not None and work.session.request.num_siblings
+        if not wanted or step is None or step.q is None or not work.drafted:
+            return None
+        return _first_positions(step.q, len(work.drafted))
 
     def _compute(self, ready: list[Piece]) -> list[tuple[list[Piece], _Result]]:
         """Forward and verification. When a pass fails each piece runs alone, so that only the one at fault
@@ -223,8 +229,7 @@ class PassRunner:
         if isinstance(message, DraftBlock):
             lossy = is_lossy(session.request.verification, session.sampling)
             reply = verdict = session.commit_verdict(message, outcome, timing, lossy)
-            if self._siblings is not None and step.q is not None and work.drafted:
-                q = _first_positions(step.q, len(work.drafted))
+            if (q := self._q_for_siblings(work)) is not None:
                 session.doubt.add(q, work.drafted, outcome.num_accepted)
             continues = message.more and verdict.num_accepted == len(message.tokens)
         else:

@@ -208,14 +208,13 @@ class AutoController:
         None while the uplink's rate is not known.
         """
         known, plan = self._known, self._current
-        if plan.cloud_tokens or not (self._prices_bytes and self._known.network.shows_slope):
+        if plan.cloud_tokens or not (self._prices_bytes and known.network.shows_slope):
             return None
-        chances = known.acceptance.by_position(plan.k)
-        more_s = _SOME_BYTES * known.network.slope
-        now, dearer, poorer = (
-            Pipeline(known, late_s).speed(Run(chances, change), plan.k, plan.ahead, plan.first_k)
-            for late_s, change in ((0.0, 0.0), (more_s, 0.0), (0.0, -_SOME_OVERLAP))
-        )
+        chances, choice = known.acceptance.by_position(plan.k), (plan.k, plan.ahead, plan.first_k)
+        pipeline, run = Pipeline(known), Run(chances)
+        now = pipeline.speed(run, *choice)
+        dearer = Pipeline(known, _SOME_BYTES * known.network.slope).speed(run, *choice)
+        poorer = pipeline.speed(Run(chances, -_SOME_OVERLAP), *choice)
         byte, overlap = (now - dearer) / _SOME_BYTES, (now - poorer) / _SOME_OVERLAP
         return min(byte / overlap, _MAX_PRICE) if overlap > 0 else 0.0
 

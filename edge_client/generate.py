@@ -290,7 +290,6 @@ class _Loop:
         self._drafting: Future[Block | None] | None = None
         self._reading: Future[tuple[int, float]] | None = None
         self._read_from = (0, 0.0)  # unread tokens when that began, and when
-        self._num_bridging = 0  # tokens under way that the verifier writes meanwhile
         self._receiving: asyncio.Task[Reply] | None = None
         self._last_round = 0.0
         self._send_s = 0.0
@@ -302,15 +301,15 @@ class _Loop:
             plan = self._controller.plan()
             if not receiving.done() and await self._has_sent(plan):
                 continue
-            bridged = self._num_bridging > 0
+            bridged = (
+                self._reading is not None
+            )  # until the next block, all replies are what the verifier wrote
             emission = await self._next_emission(receiving)
             if self._tally.finish is FinishReason.NONE:
                 receiving = self._receive()
             if emission is None:
                 continue
-            if bridged:
-                self._num_bridging = max(self._num_bridging - 1, 0)
-            else:
+            if not bridged:
                 self._controller.observe(emission.round)
             yield emission
 
@@ -344,7 +343,6 @@ class _Loop:
         elapsed_s = time.perf_counter() - since if since else 0.0
         wants = bridge.wants(num_unread, elapsed_s, len(self._in_flight))
         if wants and base_len < self._limit and self._has_room_in_flight():
-            self._num_bridging += 1
             self._promised = False
             await self._send(Generate(0, 0, base_len, 1), None)
         elif self._in_flight or self._reading is None:
@@ -456,7 +454,6 @@ class _Loop:
         if self._session.generation != self._generation:  # this verdict made the rest void
             self._in_flight.clear()
             self._block_bytes.clear()
-            self._num_bridging = 0
             self._generation = self._session.generation
         self._tally.finish = answer.finish_reason
         now, last = time.perf_counter(), self._last_round

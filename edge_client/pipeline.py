@@ -72,11 +72,11 @@ def _late(seen: Average) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """Seconds of each stage; those with two figures are lines in the tokens of a block."""
+    """Seconds of each stage: `step` and `uplink` of a token, `judged` a line in the tokens of a block."""
 
     step: float
     judged: tuple[float, float]
-    network: tuple[float, float]
+    network: float
     uplink: float
     late: float
     late_anew: float
@@ -90,16 +90,15 @@ class _Stages:
         return cls(
             mode.draft.value or hope * other.draft.value or GUESSED_DRAFT_S,
             (scale * judge.at(1 + known.others.value) + known.queue.value, scale * judge.slope),
-            (known.network_s(0), known.uplink_s + more),
+            known.network_s(0),
             known.uplink_s + more,
             _late(mode.late),
             _late(mode.late_anew),
         )
 
     def block(self, k: int) -> Durations:
-        judged = self.judged[0] + k * self.judged[1]
-        latency = self.network[0] + k * self.network[1] + judged
-        return Durations(k * self.step, judged, k * self.uplink, latency)
+        judged, uplink = self.judged[0] + k * self.judged[1], k * self.uplink
+        return Durations(k * self.step, judged, uplink, self.network + uplink + judged)
 
 
 class Pipeline:

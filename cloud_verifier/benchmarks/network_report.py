@@ -65,13 +65,14 @@ def _target(kind: str, target: Mapping[str, Any], round_trip_s: float) -> dict[s
         name: _arm(group, round_trip_s if name.startswith("beside") else 0.0)
         for name, group in samples.items()
     }
+    ratios = _ratios({name: arm["tokens_per_s"].median for name, arm in arms.items()})
     return {
         "emulation": target["emulation"],
         "dtype": target["dtype"],
         "failed": target["failed"],
         "arms": arms,
         "emulation_overrun": None if emulation is None else _overrun(samples, emulation),
-        "ratios": (ratios := _ratios({name: arm["tokens_per_s"].median for name, arm in arms.items()})),
+        "ratios": ratios,
         "later_ratios": _ratios({name: arm["later_tokens_per_s"].median for name, arm in arms.items()}),
         "auto_by_answer": _by_answer(samples, ratios.get("best_fixed")),
     }

@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cloud_verifier.metrics import Metrics
 from cloud_verifier.server import ServerConfig, running_server
 from cloud_verifier.target_model import TargetModel
@@ -39,7 +42,7 @@ async def serving(model: TargetModel, metrics: Metrics | None = None, **config: 
 @contextlib.asynccontextmanager
 async def conversing(
     addresses: str | Sequence[str],
-    model: DraftModel,
+    model: DraftModel | WrappedDraft,
     *,
     eos_ids: tuple[int, ...] = (),
     draft: bool = True,
@@ -84,6 +87,24 @@ async def collect(
 
 
 CLOUD = Plan(cloud_tokens=1 << 20)
+
+
+class WrappedDraft:
+    """A draft model, to be given another behaviour."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
+        self.manifest, self.max_context = model.manifest, model.max_context
+
+    @property
+    def kv_len(self) -> int:
+        return self._model.kv_len
+
+    def rollback(self, length: int) -> None:
+        self._model.rollback(length)
+
+    def feed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        return self._model.feed(tokens)
 
 
 class Relay:

@@ -6,16 +6,14 @@ import threading
 
 import numpy as np
 import pytest
-from edge_support import CLOUD, GREEDY, PROMPT, Relay, collect, serving
+from edge_support import CLOUD, GREEDY, PROMPT, Relay, WrappedDraft, collect, conversing, serving
 
 from edge_client.bridge import Bridge
-from edge_client.connection import Patience, Verifier
+from edge_client.connection import Patience
 from edge_client.controller import AutoController, FixedController, Plan
 from edge_client.draft_model import DraftModel
 from edge_client.estimates import Estimates
-from edge_client.generate import Conversation
 from edge_client.results import Emission, Origin, Result
-from edge_client.settings import SessionSettings
 from shared.messages import FinishReason, SamplingParams
 
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
@@ -23,36 +21,22 @@ PATIENT = Bridge(read_s=100.0, network_s=0.004, step_s=0.001)  # six under way
 PLANS = [Plan(4, bridge=PATIENT), Plan(2, 3, bridge=PATIENT)]
 
 
-class SlowReader:
+class SlowReader(WrappedDraft):
     """The tiny draft, which holds a text that it reads until `finish` is called (0.1 s where nobody does)."""
 
     def __init__(self, model: DraftModel, hold_s: float = 30.0) -> None:
-        self._model, self._hold_s = model, hold_s
+        super().__init__(model)
+        self._hold_s = hold_s
         self._finished = threading.Event()
-        self.max_context = model.max_context
-
-    @property
-    def kv_len(self) -> int:
-        return self._model.kv_len
-
-    def rollback(self, length: int) -> None:
-        self._model.rollback(length)
 
     def feed(self, tokens):
         if len(tokens) > 8:
             self._finished.wait(self._hold_s)
             self.finish()
-        return self._model.feed(tokens)
+        return super().feed(tokens)
 
     def finish(self) -> None:
         self._finished.set()
-
-
-def talking(
-    verifier: Verifier, description, model, *, verification: str = "greedy", eos_ids: tuple[int, ...] = ()
-) -> Conversation:
-    settings = SessionSettings(description.tokenizer, eos_ids, verification=verification)
-    return Conversation(verifier, description, model, settings)
 
 
 def test_asks_only_for_what_comes_in_time():
@@ -71,12 +55,11 @@ async def test_the_verifier_writes_until_the_prompt_is_read(
     target_model, draft_model, plan, verification, sampling
 ):
     model = SlowReader(draft_model)
-    async with serving(target_model) as address, Verifier([address], tls=None) as verifier:
-        description = await verifier.describe()
-        async with talking(verifier, description, draft_model, verification=verification) as talk:
+    async with serving(target_model) as address:
+        async with conversing(address, draft_model, verification=verification) as talk:
             _, alone = await collect(talk, sampling=sampling, max_new_tokens=40, plan=CLOUD)
         emissions: list[Emission] = []
-        async with talking(verifier, description, model, verification=verification) as talk:
+        async with conversing(address, model, verification=verification) as talk:
             async for event in talk.answer(
                 PROMPT, sampling=sampling, max_new_tokens=40, controller=FixedController(plan)
             ):
@@ -97,20 +80,19 @@ async def test_the_verifier_writes_until_the_prompt_is_read(
 
 
 async def test_an_answer_that_ends_before_the_prompt_is_read(target_model, draft_model):
-    async with serving(target_model) as address, Verifier([address], tls=None) as verifier:
-        description = await verifier.describe()
-        async with talking(verifier, description, draft_model) as talk:
+    async with serving(target_model) as address:
+        async with conversing(address, draft_model) as talk:
             _, alone = await collect(talk, max_new_tokens=12, plan=CLOUD)
         for num_tokens in (1, 2, 7):
             model = SlowReader(draft_model, hold_s=0.1)
-            async with talking(verifier, description, model) as talk:
+            async with conversing(address, model) as talk:
                 _, result = await collect(talk, max_new_tokens=num_tokens, plan=PLANS[0])
                 assert result.tokens == alone.tokens[:num_tokens]
                 _, result = await collect(talk, max_new_tokens=12, plan=PLANS[1])
                 assert result.tokens == alone.tokens
         for eos in dict.fromkeys(alone.tokens[:4]):
             model = SlowReader(draft_model, hold_s=0.1)
-            async with talking(verifier, description, model, eos_ids=(eos,)) as talk:
+            async with conversing(address, model, eos_ids=(eos,)) as talk:
                 _, result = await collect(talk, max_new_tokens=12, plan=PLANS[0])
                 assert result.tokens == alone.tokens[: alone.tokens.index(eos) + 1]
                 assert result.finish_reason is FinishReason.STOP
@@ -125,9 +107,9 @@ async def test_an_answer_that_ends_before_the_prompt_is_read(target_model, draft
 
 
 async def test_stopped_while_reading_the_conversation_stays_usable(target_model, draft_model):
-    async with serving(target_model) as address, Verifier([address], tls=None) as verifier:
+    async with serving(target_model) as address:
         model = SlowReader(draft_model, hold_s=0.1)
-        async with talking(verifier, await verifier.describe(), model) as talk:
+        async with conversing(address, model) as talk:
             events = talk.answer(
                 PROMPT, sampling=GREEDY, max_new_tokens=40, controller=FixedController(PLANS[0])
             )
@@ -143,14 +125,13 @@ async def test_a_lost_connection_with_many_tokens_asked_for(target_model, draft_
     patience = Patience(reconnect=20.0)
     async with serving(target_model) as address:
         relay = Relay(address)
-        async with relay.running(), Verifier([relay.address], tls=None, patience=patience) as verifier:
-            description = await verifier.describe()
-            async with talking(verifier, description, draft_model) as talk:
+        async with relay.running():
+            async with conversing(address, draft_model) as talk:
                 _, alone = await collect(talk, sampling=GREEDY, max_new_tokens=40, plan=CLOUD)
             model = SlowReader(draft_model)
             tokens: tuple[int, ...] = ()
             num_emissions = 0
-            async with talking(verifier, description, model) as talk:
+            async with conversing(relay.address, model, patience=patience) as talk:
                 if num_before == 0:
                     relay.cut_after(600)
                 async for event in talk.answer(
@@ -173,9 +154,9 @@ async def test_the_controller_bridges_and_learns_how_fast_the_edge_reads(target_
     prompt = PROMPT * 10
     known = Estimates(round_trip_s=0.001, forward_s=0.05)
     controller = AutoController(estimates=known, max_k=4)
-    async with serving(target_model) as address, Verifier([address], tls=None) as verifier:
+    async with serving(target_model) as address:
         model = SlowReader(draft_model, hold_s=0.2)
-        async with talking(verifier, await verifier.describe(), model) as talk:
+        async with conversing(address, model) as talk:
             emissions, _ = await collect(talk, prompt, max_new_tokens=240, controller=controller)
             assert emissions[0].origins == (Origin.CLOUD,)
             read = next(emission.round for emission in emissions if emission.round.num_read)

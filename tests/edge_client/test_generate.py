@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from edge_support import CLOUD, GREEDY, PROMPT, collect, conversing, serving
+from edge_support import CLOUD, GREEDY, PROMPT, WrappedDraft, collect, conversing, serving
 
 from cloud_verifier.passes import StepEmulation
 from cloud_verifier.registry import EngineLimits
@@ -39,23 +39,15 @@ async def test_greedy_text_is_the_clouds_whatever_the_plan(target_model, draft_m
             assert 0 < result.counts.num_accepted < result.counts.num_drafted
 
 
-class WatchedDraft:
+class WatchedDraft(WrappedDraft):
     """The tiny draft with a random bias on its logits, so that acceptance follows no pattern."""
 
     def __init__(self, model: DraftModel, seed: int) -> None:
-        self._model = model
+        super().__init__(model)
         self._random = np.random.default_rng(seed)
-        self.max_context = model.max_context
-
-    @property
-    def kv_len(self) -> int:
-        return self._model.kv_len
-
-    def rollback(self, length: int) -> None:
-        self._model.rollback(length)
 
     def feed(self, tokens):
-        logits = self._model.feed(tokens)
+        logits = super().feed(tokens)
         scale = self._random.choice([0.0, 0.3, 5.0])
         return logits + scale * self._random.standard_normal(len(logits)).astype(np.float32)
 
