@@ -124,6 +124,7 @@ class Relay:
         self._enough = asyncio.Event()
         self._enough.set()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Relay]:
@@ -133,8 +134,10 @@ class Relay:
             yield self
         finally:
             server.close()
-            self.cut()
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # what was accepted by now has its task
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self) -> None:
         """Breaks every connection that is open now."""
@@ -157,25 +160,29 @@ class Relay:
                 self._enough.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.refusing:
-            writer.transport.abort()
-            return
-        host, _, port = self._target.rpartition(":")
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        ends = {writer}
         try:
+            if self.refusing:
+                return
+            host, _, port = self._target.rpartition(":")
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
-        except OSError:
-            writer.transport.abort()
-            return
-        ends = {writer, far_writer}
-        self._writers |= ends
-        try:
+            ends.add(far_writer)
+            self._writers |= ends
             await asyncio.gather(
                 self._pump(reader, far_writer, up=True), self._pump(far_reader, writer, up=False)
             )
+        except OSError:
+            return  # the verifier is not there: to the edge, one that refuses
         finally:
+            self._writers -= ends
             for end in ends:
                 end.transport.abort()
-            self._writers -= ends
+                with contextlib.suppress(OSError):
+                    await end.wait_closed()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
         with contextlib.suppress(OSError):

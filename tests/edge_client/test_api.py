@@ -743,7 +743,7 @@ class TestCancellation:
                     {"role": "assistant", "content": content},
                     {"role": "user", "content": "More"},
                 ]
-                second = await chat(client, messages=turn, **wish)
+                second = await chat(client, messages=turn, **{**wish, "max_tokens": 1})
                 sent.append(second.model_extra["specwire"]["up_bytes"])
                 cached = second.usage.prompt_tokens_details.cached_tokens
                 known = first.usage.prompt_tokens + first.usage.completion_tokens
