@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from cloud_verifier.benchmarks.baseline import Timed
 from edge_client.chat_template import render
-from edge_client.connection import Verifier
+from edge_client.connection import Patience, Verifier
 from edge_client.controller import Controller
 from edge_client.draft_model import DraftModel
 from edge_client.generate import Conversation
@@ -41,7 +41,8 @@ class BenchEdge:
     def __init__(self, draft: Path, address: str, *, threads: int = 0) -> None:
         self.model = DraftModel.load(draft, threads=threads)
         self._tokenizer = Tokenizer.from_file(str(draft / TOKENIZER_NAME))
-        self._verifier = Verifier([address], tls=None)
+        # Some links stall for seconds; an answer that never began would say nothing about its schedule.
+        self._verifier = Verifier([address], tls=None, patience=Patience(connect=30.0))
 
     def encode_chat(self, text: str) -> list[int]:
         """One user turn through the model's chat template."""

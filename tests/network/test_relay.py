@@ -1,16 +1,21 @@
 """The relay: its arithmetic, and real bytes through a real process."""
 
 import json
+import os
 import socket
 import socketserver
+import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from netlab import Link, LinkError, parse_profile
 from netlab.relay import Pipe
+
+NETLAB = Path(__file__).parents[2] / "deploy" / "netlab" / "netlab.py"
 
 
 class Echo(socketserver.BaseRequestHandler):
@@ -107,3 +112,20 @@ def test_a_relay_that_misses_its_profile_is_refused():
         pass
     assert link.calibration is not None
     assert not link.calibration["passed"]
+
+
+def test_without_the_privilege_for_namespaces_the_link_is_a_relay_and_says_so(echo_port):
+    """As an ordinary user; root without its capabilities is one here."""
+    unprivileged = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"] if os.geteuid() == 0 else []
+    netlab = [sys.executable, str(NETLAB), "run", "wifi", "--uncalibrated"]
+    ask = "import os, socket; host, port = os.environ['NETLAB_SERVER'].split(':'); "
+    ask += "line = socket.create_connection((host, int(port))); line.sendall(b'hello'); print(line.recv(5))"
+    done = subprocess.run(
+        [*unprivileged, *netlab, "--port", str(echo_port), "--", sys.executable, "-c", ask],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "b'hello'\n"
+    assert "this link (relay) cannot do" in done.stderr
+    assert done.returncode == 0
