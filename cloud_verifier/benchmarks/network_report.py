@@ -74,12 +74,14 @@ def _target(kind: str, target: Mapping[str, Any], round_trip_s: float) -> dict[s
         "emulation_overrun": None if emulation is None else _overrun(samples, emulation),
         "ratios": ratios,
         "later_ratios": _ratios({name: arm["later_tokens_per_s"].median for name, arm in arms.items()}),
+        "total_ratios": _ratios({name: arm["total_tokens_per_s"] for name, arm in arms.items()}),
         "auto_by_answer": _by_answer(samples, ratios.get("best_fixed")),
     }
 
 
 def _arm(group: Sequence[Sample], delay_s: float) -> dict[str, Any]:
     num_tokens = sum(sample.num_tokens for sample in group)
+    durations_s = [sample.num_tokens / sample.tokens_per_s + delay_s for sample in group]
     drafted = sum(sample.num_drafted for sample in group)
     gaps = [gap for sample in group for gap in sample.gaps_s]
     spread = [
@@ -90,8 +92,9 @@ def _arm(group: Sequence[Sample], delay_s: float) -> dict[str, Any]:
     ]
     return {
         "tokens_per_s": Spread.of(
-            [sample.num_tokens / (sample.num_tokens / sample.tokens_per_s + delay_s) for sample in group]
+            [sample.num_tokens / duration_s for sample, duration_s in zip(group, durations_s, strict=True)]
         ),
+        "total_tokens_per_s": round(num_tokens / sum(durations_s), 3),
         "later_tokens_per_s": Spread.of([sample.later_tokens_per_s for sample in group]),
         "first_token_s": _percentiles([sample.first_token_s + delay_s for sample in group]),
         "inter_token_s": _percentiles(spread),
@@ -131,7 +134,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _ratios(speeds: Mapping[str, float]) -> dict[str, Any]:
-    """Of medians: `auto` against the best fixed arm at the link and the verifier alone, and so on.
+    """`auto` against the best fixed arm at the link and the verifier alone, and so on.
 
     Arms beside the target are no choice that the edge has, so they are not among the fixed ones.
     """

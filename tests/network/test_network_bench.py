@@ -144,10 +144,12 @@ def test_ratios_are_of_medians_and_only_of_what_the_edge_could_choose() -> None:
         "auto_vs_beside": pytest.approx(17.1 / (5 / (5 / 40 + 0.051)), abs=1e-3),
         "best_fixed": "ahead_k4x3",
     }
+    assert target["total_ratios"]["auto_vs_best_fixed"] == pytest.approx(0.95, abs=1e-3)
     assert target["auto_by_answer"].min == target["auto_by_answer"].max == pytest.approx(0.95)
     assert target["emulation_overrun"] == pytest.approx(0.06 / (0.0514 + 5 * 0.00088), abs=0.001)
     wait, beside = target["arms"]["wait_k2"], target["arms"]["beside_k4"]
     assert wait["inter_token_s"]["p50"] == pytest.approx(0.1)
+    assert wait["total_tokens_per_s"] == pytest.approx(3 / (1 / 6 + 1 / 12 + 1 / 108), abs=1e-3)
     assert wait["between_arrivals_s"]["p50"] == pytest.approx(0.4)
     assert wait["up_bytes_per_token"] == 100
     assert wait["verifier_busy_s_per_token"] == pytest.approx(0.04)
