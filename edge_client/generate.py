@@ -301,9 +301,8 @@ class _Loop:
             plan = self._controller.plan()
             if not receiving.done() and await self._has_sent(plan):
                 continue
-            bridged = (
-                self._reading is not None
-            )  # until the next block, all replies are what the verifier wrote
+            # Until the next block, all replies are what the verifier wrote.
+            bridged = self._reading is not None
             emission = await self._next_emission(receiving)
             if self._tally.finish is FinishReason.NONE:
                 receiving = self._receive()
