@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +109,44 @@ class WrappedDraft:
         return self._model.feed(tokens)
 
 
+@contextlib.asynccontextmanager
+async def listening(serve: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> AsyncIterator[str]:
+    """A TCP server; yields its address. A connection is closed when `serve` is done with it or failed with an
+    OSError, and none outlives the server: asyncio's own forgets those whose task has not begun."""
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def close_after(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            await serve(connection)
+
+    def accept() -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # gone before it was accepted
+        connections.add(connection)
+        connection.setblocking(False)
+        tasks.add(loop.create_task(close_after(connection)))
+
+    connections: set[socket.socket] = set()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        loop.add_reader(listener, accept)
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            loop.remove_reader(listener)
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            for connection in connections:
+                connection.close()
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end
+
+
 class Relay:
     """A TCP connection that can be cut, at once or after so many bytes in one direction, and that can keep
     back what comes down."""
@@ -123,26 +163,17 @@ class Relay:
         self._sent = b""
         self._enough = asyncio.Event()
         self._enough.set()
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._ends: set[socket.socket] = set()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Relay]:
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        try:
+        async with listening(self._serve) as self.address:
             yield self
-        finally:
-            server.close()
-            await asyncio.sleep(0.01)  # what was accepted by now has its task
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self) -> None:
         """Breaks every connection that is open now."""
-        for writer in self._writers:
-            writer.transport.abort()
+        for end in self._ends:
+            _break(end)
 
     def cut_after(self, num_bytes: int) -> None:
         """Breaks everything once so many more bytes have passed, wherever in a message that is."""
@@ -159,34 +190,25 @@ class Relay:
             if self._is_enough(self._sent):
                 self._enough.set()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        ends = {writer}
-        try:
-            if self.refusing:
-                return
-            host, _, port = self._target.rpartition(":")
-            far_reader, far_writer = await asyncio.open_connection(host, int(port))
-            ends.add(far_writer)
-            self._writers |= ends
-            await asyncio.gather(
-                self._pump(reader, far_writer, up=True), self._pump(far_reader, writer, up=False)
-            )
-        except OSError:
-            return  # the verifier is not there: to the edge, one that refuses
-        finally:
-            self._writers -= ends
-            for end in ends:
-                end.transport.abort()
-                with contextlib.suppress(OSError):
-                    await end.wait_closed()
+    async def _serve(self, near: socket.socket) -> None:
+        if self.refusing:
+            return
+        host, _, port = self._target.rpartition(":")
+        with socket.socket() as far:
+            far.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(far, (host, int(port)))
+            self._ends |= {near, far}
+            try:
+                async with asyncio.TaskGroup() as pumps:
+                    pumps.create_task(self._pump(near, far, up=True))
+                    pumps.create_task(self._pump(far, near, up=False))
+            finally:
+                self._ends -= {near, far}
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
+    async def _pump(self, source: socket.socket, sink: socket.socket, *, up: bool) -> None:
+        loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
+            while data := await loop.sock_recv(source, 65536):
                 if up:
                     self.up_bytes += len(data)
                     self._look_at(data)
@@ -195,10 +217,15 @@ class Relay:
                     await self._enough.wait()
                 if self._cut_after is not None:
                     data, self._cut_after = data[: max(self._cut_after, 0)], self._cut_after - len(data)
-                writer.write(data)
-                await writer.drain()
+                await loop.sock_sendall(sink, data)
                 if self._cut_after is not None and self._cut_after <= 0:
                     self._cut_after = None
                     self.refusing = self.refuse_after_cut
                     self.cut()
-        writer.transport.abort()
+        _break(sink)
+
+
+def _break(end: socket.socket) -> None:
+    """Wakes whoever reads or writes there; the socket is closed where it was opened."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)

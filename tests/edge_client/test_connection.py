@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from edge_support import CLOUD, PROMPT, Relay, collect, conversing, serving
+from edge_support import CLOUD, PROMPT, Relay, collect, conversing, listening, serving
 
 from cloud_verifier.metrics import Metrics
 from cloud_verifier.registry import EngineLimits
@@ -208,14 +208,13 @@ async def another_grpc_service() -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def web_server() -> AsyncIterator[str]:
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-        await writer.drain()
-        writer.close()
+    async def refuse(connection: socket.socket) -> None:
+        await asyncio.get_running_loop().sock_sendall(
+            connection, b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
+        )
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    server.close()
+    async with listening(refuse) as address:
+        yield address
 
 
 @pytest.mark.parametrize("wrong", [another_grpc_service, web_server])
