@@ -314,9 +314,12 @@ class RemoteSession:
                     self._verifier.close_later(stream)
                 if not isinstance(error, DisconnectedError) or turn >= num_addresses - (stream is None):
                     raise
-                # A connection from earlier may have died unnoticed; a new one gets another chance there.
+                # A connection from earlier may have died unnoticed; a new one gets another chance there, once
+                # gRPC has had time to notice.
                 if stream is None or turn:
                     self._next_address()
+                else:
+                    await asyncio.sleep(_BACKOFF_S)
                 continue
             self._stream = stream
             return
@@ -343,10 +346,10 @@ class RemoteSession:
                     delay = max(delay, cause.retry_after_ms / 1e3)
                 never_opened = not was_open and cause.kind is FaultKind.UNAVAILABLE
                 if time.monotonic() + delay > deadline or (
-                    never_opened and attempt >= len(self._verifier.addresses)
+                    never_opened and attempt > len(self._verifier.addresses)
                 ):
                     raise cause
-                if attempt == len(self._verifier.addresses):
+                if attempt == len(self._verifier.addresses) and not never_opened:
                     self._verifier.notify(f"{cause.text} Trying again for up to {patience:g} s.")
                 await asyncio.sleep(delay)
                 try:
