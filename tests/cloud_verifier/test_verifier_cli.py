@@ -1,3 +1,5 @@
+"""The operator's commands: `serve`, `token` and their log lines."""
+
 from __future__ import annotations
 
 import json
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,16 @@ from cloud_verifier.auth import hash_token, read_identities
 from cloud_verifier.cli import app, parse_bytes
 from cloud_verifier.logs import JsonFormatter, TextFormatter
 from shared.faults import SpecwireError
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """`serve` in this process sends log lines to a stderr that is closed after it."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 def test_amounts_of_memory():
