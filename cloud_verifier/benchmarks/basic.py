@@ -26,7 +26,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from cloud_verifier.benchmarks.report import Spread, write_report
-from cloud_verifier.cli import prepare_torch
 
 if TYPE_CHECKING:
     from cloud_verifier.benchmarks.baseline import HfGenerate, Scored, Timed
@@ -56,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path, default=Path("bench-results/experiment-basic.json"))
     options = parser.parse_args(arguments)
-    prepare_torch(0)
     asyncio.run(run(options))
 
 

@@ -29,7 +29,7 @@ import typer
 
 from cloud_verifier.auth import Identity
 from cloud_verifier.benchmarks.report import Spread, write_report
-from cloud_verifier.cli import load_target, prepare_torch
+from cloud_verifier.cli import load_target
 from cloud_verifier.engine import Engine
 from cloud_verifier.observer import Observer, PassRecord
 from edge_client.chat_template import render
@@ -285,7 +285,6 @@ def main(
     out: Path = Path("bench-results/capacity.json"),
 ) -> None:
     """Measures the verifier's capacity, prints the curve and writes JSON."""
-    prepare_torch(0)
     counts = tuple(int(part) for part in sessions.split(","))
     sampling = SamplingParams(temperature=temperature, seed=1)
     report = asyncio.run(_measure(target, draft, prompts, counts, tokens, k, sampling, dtype, answers))

@@ -33,7 +33,6 @@ from cloud_verifier.benchmarks.siblings import (
     shown,
     sibling_table,
 )
-from cloud_verifier.cli import prepare_torch
 from cloud_verifier.drafts.precisions import Q4_EXACT
 from cloud_verifier.siblings import row_price
 from cloud_verifier.target_model import Segment, TargetModel
@@ -73,7 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.quick:
         options.max_tokens, options.positions, options.codec_positions, options.k = 16, 8, 32, [SIBLINGS_K]
-    prepare_torch(0)
     report = run(options)
     write_report(options.out, report)
     _show(report)

@@ -18,7 +18,6 @@ from typing import Any
 from rich.progress import Progress
 
 from cloud_verifier.benchmarks.report import Spread, write_report
-from cloud_verifier.cli import prepare_torch
 
 TEMPERATURES = (0.0, 0.7)
 HF, CLOUD = "hf_generate", "cloud_ar"
@@ -50,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dense", action="store_true", help="add a dense_f32 arm at the largest K")
     parser.add_argument("--out", type=Path, default=Path("bench-results/loopback.json"))
     options = parser.parse_args(arguments)
-    prepare_torch(0)
     asyncio.run(run(options))
 
 
