@@ -156,7 +156,9 @@ class AutoController:
             if self._pace.has_just_begun:
                 self._known.add_first_of_stretch(done)
         if done.since_last_s:
-            saved = (1 + _TRYING) * _num_tokens(done) - done.since_last_s * self._cloud_speed()
+            # Reading a prompt is no part of what a drafted token costs; mostly the verifier writes meanwhile.
+            spent_s = done.since_last_s - (done.prompt_s if done.prompt_s < done.since_last_s else 0.0)
+            saved = (1 + _TRYING) * _num_tokens(done) - spent_s * self._cloud_speed()
             self._known.saved_tokens = min(self._known.saved_tokens + saved, _MAX_SAVED_TOKENS)
         if not done.num_drafted:
             self._cloud_left -= 1

@@ -6,6 +6,7 @@ without other blocks under way are kept apart.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from edge_client.bridge import A_TEXT
@@ -145,11 +146,65 @@ class Acceptance:
         return chances
 
 
+class Network:
+    """Seconds there and back over a block's bytes: what does not depend on these is the round trip.
+
+    A stall holds up all blocks that are under way. It is told once, by the first of them, and as no more than
+    twice what was expected; when a block that was sent after it takes so long too, it is another network.
+    """
+
+    def __init__(self) -> None:
+        self._line = Line(stiffness=_UPLINK_STIFFNESS)
+        self._num_odd = 0  # in a row
+        self._since_odd = math.inf  # blocks
+        self.longest_s = 0.0  # of late
+
+    def add(self, num_bytes: int, seconds: float, num_before: int = 0) -> None:
+        """Args:
+        num_before: blocks that were under way when this one was sent.
+        """
+        self.longest_s = max(_LONGEST_DECAY * self.longest_s, seconds)
+        self._since_odd += 1
+        expected = self.at(num_bytes)
+        if not self.known or 0.5 * expected <= seconds <= 2.0 * expected + _UNLIKE_S:
+            self._num_odd = 0
+        elif num_before >= self._since_odd:
+            return
+        else:
+            self._num_odd, self._since_odd = self._num_odd + 1, 0
+            seconds = min(seconds, 2.0 * expected + _UNLIKE_S) if self._num_odd < _UNLIKE else seconds
+        if self._num_odd >= _UNLIKE:
+            self._line, self._num_odd = Line(stiffness=_UPLINK_STIFFNESS), 0
+        self._line.add(num_bytes, seconds)
+
+    def at(self, num_bytes: float) -> float:
+        return self._line.at(num_bytes)
+
+    @property
+    def known(self) -> bool:
+        return self._line.known
+
+    @property
+    def slope(self) -> float:
+        """Seconds a byte: the uplink."""
+        return self._line.slope
+
+    @property
+    def shows_slope(self) -> bool:
+        return self._line.shows_slope
+
+    @property
+    def stall_s(self) -> float:
+        """How much longer than usual it took of late, at most."""
+        return max(self.longest_s - self.at(0), 0.0)
+
+
 _CREDIT_TOKENS = 26.0  # what an unknown draft may lose at first: more often than not it pays
 # Of a pass nearly all is the reading of the weights, once, whatever the number of tokens.
 _PASS_SHARE, _PASS_STIFFNESS = 0.02, 10.0
 _UPLINK_STIFFNESS = 2e5  # bytes squared
 _UNLIKE, _UNLIKE_S = 2, 0.005
+_LONGEST_DECAY = 0.97
 
 
 @dataclass(slots=True)
@@ -172,10 +227,7 @@ class Estimates:
 
     def __init__(self, round_trip_s: float = 0.0, forward_s: float = 0.0) -> None:
         self.alone, self.overlapped = Mode(), Mode()
-        self.network = Line(
-            stiffness=_UPLINK_STIFFNESS
-        )  # over a block's bytes: what remains is the uplink's rate
-        self._odd_in_a_row = 0
+        self.network = Network()
         self.token_bytes = Average()  # of a block, for a drafted token
         self.read = Average()  # a token of a text
         self.queue, self.others = Average(), Average()
@@ -187,15 +239,6 @@ class Estimates:
         if forward_s > 0:
             self.alone.judge.add(1, forward_s)
 
-    def _add_network(self, num_bytes: int, seconds: float) -> None:
-        """What is twice or half of what was expected, twice in a row, is another network."""
-        expected = self.network.at(num_bytes)
-        is_odd = self.network.known and not 0.5 * expected <= seconds <= 2.0 * expected + _UNLIKE_S
-        self._odd_in_a_row = self._odd_in_a_row + 1 if is_odd else 0
-        if self._odd_in_a_row >= _UNLIKE:
-            self.network, self._odd_in_a_row = Line(stiffness=_UPLINK_STIFFNESS), 0
-        self.network.add(num_bytes, seconds)
-
     def add_first_of_stretch(self, done: Round) -> None:
         """The first token that the verifier writes alone: all that is heard of the network while nothing is
         drafted. It may have waited for a prompt to be read, so it can only show a faster network."""
@@ -203,7 +246,7 @@ class Estimates:
         there_s = (timing.queue_us + timing.forward_us + timing.verification_us) / 1e6
         network_s = max(done.round_trip_s - there_s, 0.0)
         if self.network.known and network_s < self.network.at(0):
-            self._add_network(0, network_s)
+            self.network.add(0, network_s)
 
     def network_s(self, num_tokens: float) -> float:
         """There and back, with a block of so many tokens."""
@@ -236,6 +279,7 @@ class Estimates:
         mode.draft.add((done.draft_s + done.codec_s) / done.num_drafted)
         mode.judge.add(timing.batch_tokens or own, judged_s)
         self.others.add(max(timing.batch_tokens - own, 0))
-        self._add_network(done.up_bytes, max(done.round_trip_s - queue_s - judged_s, 0.0))
+        network_s = max(done.round_trip_s - queue_s - judged_s, 0.0)
+        self.network.add(done.up_bytes, network_s, done.num_before)
         if not done.num_before:  # others wait behind our own earlier blocks, which the model knows of
             self.queue.add(queue_s)

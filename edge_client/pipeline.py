@@ -109,6 +109,7 @@ class Pipeline:
     """
 
     def __init__(self, known: Estimates, more_s: float = 0.0) -> None:
+        self._stall_s = known.network.stall_s
         self._alone = _Stages.of(known, overlapping=False, more=more_s)
         self._ahead = _Stages.of(known, overlapping=True, more=more_s)
 
@@ -136,7 +137,9 @@ class Pipeline:
         return num_tokens / (first.draft + first.latency + self._ahead.late_anew + num_following * period)
 
     def enough_ahead(self, k: int) -> int:
-        """Blocks beyond the first that keep all stages busy, also when one takes longer than usual."""
+        """Blocks beyond the first that keep all stages busy, also when one takes longer than usual or the
+        network stalls as it did of late."""
         block = self._ahead.block(k)
-        in_flight = (block.draft + block.latency) / max(block.draft, block.judged, block.uplink)
-        return math.ceil(_SLACK * in_flight) - 1
+        usual_s = block.draft + block.latency
+        covered_s = max(_SLACK * usual_s, usual_s + self._stall_s)
+        return math.ceil(covered_s / max(block.draft, block.judged, block.uplink)) - 1

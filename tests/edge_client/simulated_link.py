@@ -23,7 +23,8 @@ class Link:
     """Seconds, except for `kept`: the chance that a drafted token is kept. `crowding` slows both sides while
     they work at the same time, as on shared cores; `spread` is how far a duration can be from its mean, as
     a share of it; `up_rate` is in bytes a second. In a share `unsure` of all tokens the draft has confidence
-    of 0.5, and they are kept with the chance `kept_unsure` only; in the others it has 0.98."""
+    of 0.5, and they are kept with the chance `kept_unsure` only; in the others it has 0.98. Nothing
+    passes for `stall`, every `stall_every`."""
 
     round_trip: float
     draft: float
@@ -37,6 +38,8 @@ class Link:
     spread: float = 0.0
     unsure: float = 0.0
     kept_unsure: float = 0.0
+    stall: float = 0.0
+    stall_every: float = 1.0
 
     def judge(self, num_tokens: int) -> float:
         return self.base + self.per_token * num_tokens
@@ -69,18 +72,22 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
     def varied(seconds: float) -> float:
         return seconds * draws.uniform(1 - link.spread, 1 + link.spread) if link.spread else seconds
 
-    def way() -> float:
-        return link.round_trip / 2 + draws.uniform(-link.jitter, link.jitter)
+    begun = draws.uniform(0.0, link.stall_every) if link.stall else 0.0
+
+    def there(at: float) -> float:
+        """When what sets off at `at` arrives."""
+        waits = link.stall - (begun + at) % link.stall_every
+        return max(waits, 0.0) + at + link.round_trip / 2 + draws.uniform(-link.jitter, link.jitter)
 
     while tokens < num_tokens:
         plan = controller.plan()
         if plan.cloud_tokens and not flights:
-            at = now + way()
+            at = there(now)
             last = last_round
             for _ in range(min(plan.cloud_tokens, num_tokens - tokens)):
                 at += link.judge(1)
                 tokens += 1
-                arrived = max(last, at + way())
+                arrived = max(last, there(at))
                 since_last = arrived - last if last else 0.0
                 last = arrived
                 controller.observe(done(0, 0, last - now, link.judge(1), 0.0, 0.0, since_last=since_last))
@@ -113,10 +120,10 @@ def answer(controller: Controller, link: Link, num_tokens: int, draws: random.Ra
             judged = varied(link.judge(k + 1) * slow)
             num_bytes = 60 + int(k * link.token_bytes * sizes.uniform(0.2, 1.8))
             uplink_free = max(uplink_free, now) + num_bytes / link.up_rate
-            reached = uplink_free + way()
+            reached = there(uplink_free)
             start = max(free, reached)
             free = start + judged
-            arrival = down_free = max(free + way(), down_free)
+            arrival = down_free = max(there(free), down_free)
             more = plan.ahead > 0
             queue, before = start - reached, len(flights)
             flights.append(

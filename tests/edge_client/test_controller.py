@@ -10,7 +10,7 @@ import pytest
 from simulated_link import FIXED, Link, done, mean_speed, speed
 
 from edge_client.controller import AutoController, FixedController, Plan
-from edge_client.estimates import Acceptance, Average, Estimates, Line, Pace
+from edge_client.estimates import Acceptance, Average, Estimates, Line, Network, Pace
 from edge_client.results import Round
 from shared.messages import Timing
 
@@ -32,6 +32,9 @@ LINKS = {
     "slow-4g, big target": Link(0.150, 0.006, **BIG, kept=0.96, up_rate=94e3),
     "geo, small target": Link(0.600, 0.006, **SMALL, kept=0.96, up_rate=370e3),
     "geo, poor draft": Link(0.600, 0.006, **BIG, kept=0.72, up_rate=370e3),
+    "lte that stalls, big target": Link(
+        0.058, 0.018, **BIG, kept=0.96, jitter=0.004, up_rate=1e6, stall=1.0, stall_every=6.0
+    ),
     "slow device": Link(0.025, 0.080, **BIG, kept=0.9),
 }
 ANSWERS, TOKENS = 12, 128  # of one conversation
@@ -172,6 +175,19 @@ def test_a_link_that_was_slow_for_a_moment_is_tried_again_soon():
     assert 8 / sum(1 / each for each in again) >= 1.5 * speed(FixedController(CLOUD), link)
 
 
+def test_a_stall_is_told_once_by_all_blocks_that_it_holds_up():
+    network = Network()
+    for _ in range(5):
+        network.add(100, 0.060)
+    assert network.stall_s == pytest.approx(0.0)
+    for num_before in range(4):
+        network.add(100, 1.0, num_before)
+    assert network.at(100) < 0.075
+    assert network.stall_s > 0.9
+    network.add(100, 1.0)  # sent after the stall was over
+    assert network.at(100) == pytest.approx(1.0)
+
+
 def test_what_one_answer_learnt_serves_the_next():
     link = LINKS["leo, big target"]
     known = Estimates(link.round_trip)
@@ -202,9 +218,12 @@ def test_explains_itself():
 
 
 def test_a_prompt_does_not_count_as_a_round():
-    controller = AutoController()
-    slow = Round(4, 4, 0, 0, 5.03, 0.0, 9.0, 9.0, Timing(4_000_000, 3_000_000, 0, 1, 900), prompt_s=5.0)
-    controller.observe(slow)
+    known = Estimates()
+    known.cloud_step_s, credit = 0.1, known.saved_tokens
+    controller = AutoController(estimates=known)
+    timing = Timing(4_000_000, 3_000_000, 0, 1, 900)
+    controller.observe(Round(4, 4, 0, 0, 5.03, 0.0, 9.0, 9.0, timing, prompt_s=5.0, since_last_s=5.5))
+    assert known.saved_tokens == pytest.approx(credit, abs=0.2)  # 5 tokens in half a second
     assert controller.plan() == AutoController().plan()
     controller.observe(done(4, 4, 0.030, 0.025, 0.040, 0.0))
     assert "draft 10.0 ms" in controller.explain()
