@@ -157,13 +157,13 @@ class Network:
         self._line = Line(stiffness=_UPLINK_STIFFNESS)
         self._num_odd = 0  # in a row
         self._since_odd = math.inf  # blocks
-        self.longest_s = 0.0  # of late
+        self._longest_s = 0.0  # of late
 
     def add(self, num_bytes: int, seconds: float, num_before: int = 0) -> None:
         """Args:
         num_before: blocks that were under way when this one was sent.
         """
-        self.longest_s = max(_LONGEST_DECAY * self.longest_s, seconds)
+        self._longest_s = max(_LONGEST_DECAY * self._longest_s, seconds)
         self._since_odd += 1
         expected = self.at(num_bytes)
         if not self.known or 0.5 * expected <= seconds <= 2.0 * expected + _UNLIKE_S:
@@ -196,7 +196,7 @@ class Network:
     @property
     def stall_s(self) -> float:
         """How much longer than usual it took of late, at most."""
-        return max(self.longest_s - self.at(0), 0.0)
+        return max(self._longest_s - self.at(0), 0.0)
 
 
 _CREDIT_TOKENS = 26.0  # what an unknown draft may lose at first: more often than not it pays
