@@ -169,12 +169,13 @@ class Network:
         if not self.known or 0.5 * expected <= seconds <= 2.0 * expected + _UNLIKE_S:
             self._num_odd = 0
         elif num_before >= self._since_odd:
-            return
+            return  # held up by what was told already
         else:
             self._num_odd, self._since_odd = self._num_odd + 1, 0
-            seconds = min(seconds, 2.0 * expected + _UNLIKE_S) if self._num_odd < _UNLIKE else seconds
-        if self._num_odd >= _UNLIKE:
-            self._line, self._num_odd = Line(stiffness=_UPLINK_STIFFNESS), 0
+            if self._num_odd < _UNLIKE:
+                seconds = min(seconds, 2.0 * expected + _UNLIKE_S)
+            else:
+                self._line, self._num_odd = Line(stiffness=_UPLINK_STIFFNESS), 0
         self._line.add(num_bytes, seconds)
 
     def at(self, num_bytes: float) -> float:
@@ -204,7 +205,7 @@ _CREDIT_TOKENS = 26.0  # what an unknown draft may lose at first: more often tha
 _PASS_SHARE, _PASS_STIFFNESS = 0.02, 10.0
 _UPLINK_STIFFNESS = 2e5  # bytes squared
 _UNLIKE, _UNLIKE_S = 2, 0.005
-_LONGEST_DECAY = 0.97
+_LONGEST_DECAY = 0.97  # a block: a stall is half forgotten after 23
 
 
 @dataclass(slots=True)

@@ -115,6 +115,7 @@ async def listening(serve: Callable[[socket.socket], Coroutine[Any, Any, None]])
     OSError, and none outlives the server: asyncio's own forgets those whose task has not begun."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
+    connections: set[socket.socket] = set()
 
     async def close_after(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
@@ -129,7 +130,6 @@ async def listening(serve: Callable[[socket.socket], Coroutine[Any, Any, None]])
         connection.setblocking(False)
         tasks.add(loop.create_task(close_after(connection)))
 
-    connections: set[socket.socket] = set()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         loop.add_reader(listener, accept)
